@@ -1,0 +1,1 @@
+"""What are we talking about? Frozen values, events, errors and protocols; imports nothing of Longtail."""

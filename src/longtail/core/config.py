@@ -1,0 +1,195 @@
+"""The job file: what every key means, its default, its unit and its range.
+
+These models are the one configuration of Longtail: read from YAML by ``runtime/jobfile.py`` (which adds file and
+line to each error), passed as they are to the engine, the trainer and the runtime, and rendered into
+``docs/configuration.md``. All are frozen and strict: no unknown keys, no silent conversions.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Algorithm(Section):
+    """How samples become a gradient."""
+
+    name: Literal["grpo"] = "grpo"
+    """The algorithm: GRPO (arXiv 2402.03300)."""
+    group_size: int = Field(8, ge=1, le=4096)
+    """Samples per prompt; their mean reward is the baseline, so at least 2."""
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """The ratio new / old probability is clipped from below at 1 - clip_low."""
+    clip_high: float = Field(0.2, ge=0, le=10)
+    """... and from above at 1 + clip_high."""
+    beta: float = Field(0.0, ge=0, le=10)
+    """Weight of the KL penalty against the initial model; 0 keeps no reference model."""
+    loss: Literal["token", "sequence", "constant"] = "token"
+    """Normalisation: over all completion tokens of the step (DAPO), per sequence and then over sequences (GRPO),
+    or by a constant, samples x max_tokens (Dr. GRPO)."""
+    scale_rewards: Literal["group", "none"] = "group"
+    """Divide advantages by the group's standard deviation, or not."""
+    iterations: int = Field(1, ge=1, le=64)
+    """Optimizer updates on each step's samples."""
+
+    @field_validator("group_size")
+    @classmethod
+    def _has_baseline(cls, value: int) -> int:
+        if value < 2:
+            raise ValueError(
+                "GRPO compares the samples of one prompt with each other, so group_size must be at least 2"
+            )
+        return value
+
+
+class Rollout(Section):
+    """How samples are generated."""
+
+    prompts: int = Field(16, ge=1, le=1_000_000)
+    """Prompts per step; a step generates prompts x group_size samples."""
+    max_tokens: int = Field(256, ge=1, le=1_000_000)
+    """Most tokens that one sample may have."""
+    temperature: float = Field(1.0, ge=0, le=100)
+    """Sampling temperature; 0 is greedy. Losses and KL use log-probabilities at this temperature."""
+    top_k: int = Field(0, ge=0)
+    """Sample only among the k likeliest tokens; 0 is off."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample only among the likeliest tokens that together hold this probability; 1 is off."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end a sample, besides the model's end tokens."""
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    """Wrap prompts in the tokenizer's chat template, or not; auto does where the tokenizer has one."""
+    long_prompts: Literal["error", "skip"] = "error"
+    """What to do with prompts that leave no room for max_tokens in the model's context (or KV memory)."""
+    max_running: int = Field(256, ge=1, le=65536)
+    """Most sequences that one worker decodes together."""
+    chunk_tokens: int = Field(512, ge=16, le=1_000_000)
+    """Most prompt tokens that one prefill quantum computes."""
+    kv_gib: float | None = Field(None, gt=0)
+    """KV cache memory on each worker, GiB; by default what the whole batch needs, capped by free memory. When it
+    runs out, sequences are preempted and recomputed: slower, same tokens."""
+
+
+class Train(Section):
+    """How weights are updated (AdamW)."""
+
+    lr: float = Field(1e-6, gt=0, le=10)
+    """Peak learning rate."""
+    micro_tokens: int = Field(4096, ge=1)
+    """Tokens of one training micro-batch (prompt tokens of a group count once)."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay from the end of warm-up to the pipeline's last step."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.999), strict=False
+    )
+    """AdamW's moment decay rates."""
+    eps: float = Field(1e-8, gt=0, le=1)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Clip the global gradient norm to this; null is off."""
+
+
+class Checkpoints(Section):
+    """When weights and optimizer are saved."""
+
+    every: int = Field(20, ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = Field(2, ge=1)
+    """How many of the latest to keep."""
+
+
+class Pipeline(Section):
+    """One RL job."""
+
+    model: str = Field(min_length=1)
+    """A built-in name (tiny, smollm2-135m), a local folder, or a Hugging Face hub id."""
+    task: str = Field(min_length=1)
+    """collatz, scratchpad, reverse-text, reasoning_gym/NAME, or a path to a .jsonl file."""
+    task_args: dict[str, Any] = {}
+    """Arguments of the task, such as max_n of collatz, or the column names of a JSONL file."""
+    reward: str | list[str] | None = None
+    """Reward functions, module:function (looked up beside the job file first), with TRL's signature
+    f(prompts, completions, **columns) -> list[float]; several are added up. Default: the task's own."""
+    reward_timeout_s: Positive = 60.0
+    """Seconds that one call of a reward function may take."""
+    algorithm: Algorithm = Algorithm()
+    rollout: Rollout = Rollout()
+    train: Train = Train()
+    checkpoint: Checkpoints = Checkpoints()
+    steps: int = Field(100, ge=1)
+    """Training steps."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of prompts and of all sampling."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of weights and computation."""
+
+    @property
+    def rewards(self) -> list[str]:
+        return [self.reward] if isinstance(self.reward, str) else list(self.reward or [])
+
+    @model_validator(mode="after")
+    def _warmup_within_steps(self) -> Pipeline:
+        if self.train.warmup_steps > self.steps:
+            raise ValueError(f"train.warmup_steps = {self.train.warmup_steps} is more than steps = {self.steps}")
+        return self
+
+
+class Jobs(Section):
+    """A job file: pipelines that train together on the same workers."""
+
+    name: str | None = None
+    """Name of the run and of its folder; by default the job file's name. Running it again resumes."""
+    runs_dir: str = "runs"
+    """Folder of run folders, relative to the working directory."""
+    ray: str = Field("local", min_length=1)
+    """local starts Ray on this machine; auto or an address (host:port, ray://host:port) joins a cluster."""
+    workers: int | None = Field(None, ge=1, le=100_000)
+    """Worker processes, one per device; by default one per GPU, or per two CPU cores (at least 2 where there are 2)."""
+    threads_per_worker: int = Field(1, ge=1, le=1024)
+    """CPU threads of each worker."""
+    reward_processes: int = Field(2, ge=1, le=1024)
+    """Processes that run reward functions, beside the controller."""
+    pipelines: dict[str, Pipeline] = Field(min_length=1)
+    """The pipelines by name."""
+
+    @field_validator("name")
+    @classmethod
+    def _safe_name(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_name(value)
+        return value
+
+    @field_validator("pipelines")
+    @classmethod
+    def _safe_pipeline_names(cls, value: dict[str, Pipeline]) -> dict[str, Pipeline]:
+        for name in value:
+            check_name(name)
+        return value
+
+
+def check_name(name: str) -> None:
+    """Names become folders, so only letters, digits, ``.``, ``_`` and ``-`` are allowed (1 to 64, no leading dot).
+
+    Raises ``ValueError``.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"the name {name!r} cannot be a folder name: use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"
+        )

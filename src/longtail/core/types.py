@@ -1,0 +1,132 @@
+"""The values that the parts of Longtail hand to each other.
+
+All are frozen and know nothing of torch or Ray, so that they pickle, compare and print as plain data.
+Token arrays are ``numpy.int32``, log-probabilities ``numpy.float32``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """An end token or a stop string was produced (or a forced length was reached)."""
+    LENGTH = "length"
+    """``max_tokens`` or the model's context was reached: the sequence is truncated."""
+
+
+class SubStage(StrEnum):
+    """A kind of work with steady compute character; every quantum is of exactly one kind."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    TRAIN = "train"
+    REDUCE = "reduce"
+    """Gradient reduction and optimizer step, under a lease."""
+    CHECKPOINT = "checkpoint"
+    LOAD = "load"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are drawn.
+
+    ``temperature`` 0 means greedy (lowest id on ties). ``top_k`` 0 and ``top_p`` 1 mean off.
+    ``max_tokens`` counts generated tokens. ``end_token_ids`` end a sequence and are kept as its last token.
+    A match of any of ``stop`` in the generated text ends it too.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    end_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and the group of samples wanted for it; the prompt is prefilled once.
+
+    ``seeds[i]`` (uint64) keys all sampling noise of sample ``i``: a token depends on (seed, position) alone.
+    ``forced_lengths[i]``, if given, ends sample ``i`` after exactly that many tokens, ignoring end tokens and
+    stop strings (fixed-length mode of the benches).
+    """
+
+    request_id: str
+    prompt: np.ndarray
+    seeds: tuple[int, ...]
+    params: SamplingParams
+    forced_lengths: tuple[int, ...] | None = None
+
+    @property
+    def samples(self) -> int:
+        return len(self.seeds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished sample. ``logprobs[t]`` is the log-probability of ``tokens[t]`` under the full-vocabulary
+    distribution at the request's temperature (temperature 1 for greedy), before any top-k or top-p filter.
+    """
+
+    request_id: str
+    sample: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    text: str
+    finish: FinishReason
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSample:
+    """One completion as the trainer sees it: ``tokens`` int32 [C], sampler ``logprobs`` float32 [C], ``advantage``."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    advantage: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainGroup:
+    """Samples of one prompt; the trainer computes the prompt once for all of them."""
+
+    prompt: np.ndarray
+    samples: tuple[TrainSample, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one forward pass computes: the prompt once, each completion once."""
+        return len(self.prompt) + sum(len(s.tokens) for s in self.samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Counts over the whole global batch of a step, the same on every worker: what losses are normalised by.
+
+    ``samples`` counts the samples that take part in the loss; ``tokens`` their completion tokens.
+    """
+
+    samples: int
+    tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """The controller's grant of a set of workers for one quantum that needs all of them at once.
+
+    A worker holds at most one lease; the controller grants it to all members or to none, so no two
+    collectives can wait for each other.
+    """
+
+    lease_id: int
+    pipeline: str
+    workers: tuple[int, ...]

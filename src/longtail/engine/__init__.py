@@ -1,0 +1,1 @@
+"""How are tokens made? Model, KV lanes, batching, sampling, checkpoints in Hugging Face format."""
