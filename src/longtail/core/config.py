@@ -10,12 +10,28 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check_name(name: str) -> str:
+    """Names become folders, so only letters, digits, ``.``, ``_`` and ``-`` are allowed (1 to 64, no leading dot).
+
+    Returns the name; raises ``ValueError``.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"the name {name!r} cannot be a folder name: use 1 to 64 letters, digits, '.', '_' or '-', "
+            "starting with a letter or digit"
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(check_name)]
 
 
 class Section(BaseModel):
@@ -29,12 +45,12 @@ class Algorithm(Section):
 
     name: Literal["grpo"] = "grpo"
     """The algorithm: GRPO (arXiv 2402.03300)."""
-    group_size: int = Field(8, ge=1, le=4096)
+    group_size: int = Field(8, ge=1, le=4096, json_schema_extra={"minimum": 2})
     """Samples per prompt; their mean reward is the baseline, so at least 2."""
     clip_low: float = Field(0.2, ge=0, lt=1)
     """The ratio new / old probability is clipped from below at 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0, le=10)
-    """... and from above at 1 + clip_high."""
+    """The ratio is clipped from above at 1 + clip_high."""
     beta: float = Field(0.0, ge=0, le=10)
     """Weight of the KL penalty against the initial model; 0 keeps no reference model."""
     loss: Literal["token", "sequence", "constant"] = "token"
@@ -140,6 +156,13 @@ class Pipeline(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of weights and computation."""
 
+    @field_validator("reward")
+    @classmethod
+    def _names_a_function(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if value is not None and (not value or "" in ([value] if isinstance(value, str) else value)):
+            raise ValueError("a reward is named as module:function; leave the key out for the task's own reward")
+        return value
+
     @property
     def rewards(self) -> list[str]:
         return [self.reward] if isinstance(self.reward, str) else list(self.reward or [])
@@ -147,16 +170,20 @@ class Pipeline(Section):
     @model_validator(mode="after")
     def _warmup_within_steps(self) -> Pipeline:
         if self.train.warmup_steps > self.steps:
-            raise ValueError(f"train.warmup_steps = {self.train.warmup_steps} is more than steps = {self.steps}")
+            raise PydanticCustomError(
+                "warmup_steps",
+                "warm-up takes more steps than the pipeline has (steps = {steps})",
+                {"steps": self.steps, "key": ("train", "warmup_steps")},
+            )
         return self
 
 
 class Jobs(Section):
     """A job file: pipelines that train together on the same workers."""
 
-    name: str | None = None
+    name: Name | None = None
     """Name of the run and of its folder; by default the job file's name. Running it again resumes."""
-    runs_dir: str = "runs"
+    runs_dir: str = Field("runs", min_length=1)
     """Folder of run folders, relative to the working directory."""
     ray: str = Field("local", min_length=1)
     """local starts Ray on this machine; auto or an address (host:port, ray://host:port) joins a cluster."""
@@ -166,30 +193,5 @@ class Jobs(Section):
     """CPU threads of each worker."""
     reward_processes: int = Field(2, ge=1, le=1024)
     """Processes that run reward functions, beside the controller."""
-    pipelines: dict[str, Pipeline] = Field(min_length=1)
+    pipelines: dict[Name, Pipeline] = Field(min_length=1)
     """The pipelines by name."""
-
-    @field_validator("name")
-    @classmethod
-    def _safe_name(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_name(value)
-        return value
-
-    @field_validator("pipelines")
-    @classmethod
-    def _safe_pipeline_names(cls, value: dict[str, Pipeline]) -> dict[str, Pipeline]:
-        for name in value:
-            check_name(name)
-        return value
-
-
-def check_name(name: str) -> None:
-    """Names become folders, so only letters, digits, ``.``, ``_`` and ``-`` are allowed (1 to 64, no leading dot).
-
-    Raises ``ValueError``.
-    """
-    if not NAME.fullmatch(name):
-        raise ValueError(
-            f"the name {name!r} cannot be a folder name: use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"
-        )

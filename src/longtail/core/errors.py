@@ -25,6 +25,10 @@ class CapacityError(LongtailError):
     """Something does not fit (memory, lanes, context, workers); says what is wanted and what there is."""
 
 
+class TrainingError(LongtailError):
+    """Training cannot go on, for example because a gradient is not finite; weights are as before the step."""
+
+
 class CheckpointError(LongtailError):
     """A checkpoint cannot be written or read; names the file."""
 

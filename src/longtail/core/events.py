@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import time
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -222,19 +223,18 @@ def from_record(record: dict[str, Any]) -> Event:
     names = {f.name for f in dataclasses.fields(cls)}
     values = {k: v for k, v in record.items() if k in names}
     for path, word in record.get("nonfinite", {}).items():
-        target, *rest = path.split("/")
-        if rest:
-            values[target] = {**values[target], rest[0]: float(word)}
-        else:
-            values[target] = float(word)
+        target, slash, key = path.partition("/")
+        values[target] = {**values[target], key: float(word)} if slash else float(word)
     return cls(**values)
 
 
 def _strip_nonfinite(node: dict[str, Any], prefix: str, marks: dict[str, str]) -> None:
     for key, value in node.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            marks[prefix + key] = repr(value)
-            node[key] = None
+        if isinstance(value, numbers.Real) and not isinstance(value, int):  # also numpy's numbers
+            node[key] = int(value) if isinstance(value, numbers.Integral) else float(value)
+            if not math.isfinite(value):
+                marks[prefix + key] = repr(float(value))
+                node[key] = None
         elif isinstance(value, dict):
             node[key] = dict(value)
             _strip_nonfinite(node[key], f"{prefix}{key}/", marks)

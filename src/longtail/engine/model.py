@@ -13,6 +13,7 @@ that runs over whole groups with gradients. Both apply QK-norm and RoPE themselv
 
 from __future__ import annotations
 
+import copy
 from typing import Protocol
 
 import torch
@@ -113,7 +114,7 @@ def swiglu(gu_T2F: Tensor, block: int) -> Tensor:
 
 
 class RopeTable:
-    """Cosines and sines by position, grown on demand, kept in float64-computed precision of the model's dtype.
+    """Cosines and sines by position, grown on demand, in the model's dtype.
 
     ``cos``/``sin`` are ``[positions, head_dim / 2]`` with the attention scaling factor (YaRN) already applied;
     the rotation pairs dimension i with i + head_dim / 2, as Hugging Face checkpoints expect.
@@ -129,9 +130,10 @@ class RopeTable:
         if positions > len(self.cos):
             rows = max(256, 1 << (positions - 1).bit_length())
             # Positions and angles as transformers computes them: float32 products, whatever the model's dtype.
-            angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._inv_freq)
-            self.cos = (angles.cos() * self._scale).to(self._device, self._dtype)
-            self.sin = (angles.sin() * self._scale).to(self._device, self._dtype)
+            with torch.inference_mode(False):  # the sampler may be first to ask, and the trainer differentiates
+                angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._inv_freq)
+                self.cos = (angles.cos() * self._scale).to(self._device, self._dtype)
+                self.sin = (angles.sin() * self._scale).to(self._device, self._dtype)
         return self.cos, self.sin
 
 
@@ -149,7 +151,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         return 1.0 / (theta**exponents), 1.0
     from transformers import AutoConfig
 
-    hf = AutoConfig.for_model(**config.hf)
+    hf = AutoConfig.for_model(**copy.deepcopy(config.hf))  # reads RoPE dicts in place
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
     return inv_freq.float(), float(scale)
 

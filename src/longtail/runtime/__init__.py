@@ -1,0 +1,1 @@
+"""Who drives it? The job file, the checks before a start, and the controller: observe, plan, act."""

@@ -1,0 +1,40 @@
+"""Runs several RL post-training pipelines on the same workers, and keeps them busy through the long tail.
+
+    from longtail import Pipeline, run
+
+    result = run([Pipeline(model="tiny", task="reverse-text", steps=50)], workers=2)
+    result.checkpoint("reverse-text")
+
+Names are loaded when first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longtail.core.config import Jobs, Pipeline
+    from longtail.runtime.api import run
+    from longtail.runtime.run import RunResult
+
+__version__ = "0.1.0"
+__all__ = ["Jobs", "Pipeline", "RunResult", "__version__", "run"]
+
+_HOMES = {
+    "Jobs": "longtail.core.config",
+    "Pipeline": "longtail.core.config",
+    "RunResult": "longtail.runtime.run",
+    "run": "longtail.runtime.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'longtail' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

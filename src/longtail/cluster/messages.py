@@ -1,0 +1,195 @@
+"""What the controller tells workers (commands) and what workers tell the controller (reports).
+
+Commands only enqueue work; a worker takes them in order, between two quanta. Every command and report about a
+pipeline carries its ``attempt``: it grows when the pipeline falls back to a checkpoint, and whatever still
+arrives from an earlier attempt is dropped by the receiver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longtail.core.config import Pipeline
+from longtail.core.events import Event
+from longtail.core.types import Completion, Lease, Request, StepTotals
+from longtail.rl.packing import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Base of what a worker can be told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connect(Command):
+    """Join the communicator of ``generation`` over all workers; ``store`` is where its members meet.
+
+    ``store`` is a file path on one machine, or ``host:port`` of the TCP store that worker 0 serves.
+    """
+
+    generation: int
+    store: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineCommand(Command):
+    pipeline: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenPipeline(PipelineCommand):
+    """Load a pipeline's weights and optimizer, replacing what an earlier attempt left.
+
+    ``weights`` is a model folder or a checkpoint; ``optimizer`` a checkpoint, or None at the start.
+    ``reference`` is the model folder of the KL reference, if one is needed.
+    """
+
+    config: Pipeline
+    weights: str
+    optimizer: str | None
+    reference: str | None
+    kv_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosePipeline(PipelineCommand):
+    """Drop the pipeline and free its memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropWork(PipelineCommand):
+    """Forget all queued and half-done work of the pipeline; keep its weights and optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(PipelineCommand):
+    """Sample these requests with the present weights."""
+
+    step: int
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatches(PipelineCommand):
+    """Accumulate the gradient of these micro-batches (possibly none) and report when done."""
+
+    step: int
+    batches: tuple[MicroBatch, ...]
+    totals: StepTotals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update(PipelineCommand):
+    """Reduce gradients and apply the optimizer, as a member of ``lease``; ``update`` counts optimizer updates."""
+
+    step: int
+    update: int
+    lease: Lease
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(PipelineCommand):
+    """Write this worker's part of the checkpoint into ``folder`` (worker 0 also writes the weights)."""
+
+    step: int
+    folder: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop(Command):
+    """End the worker's loop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Base of what a worker says; ``worker`` is its index."""
+
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connected(Report):
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineReport(Report):
+    pipeline: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened(PipelineReport):
+    parameters: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled(PipelineReport):
+    """Samples that ended in one quantum; ``started[i]`` is when sample i's request was taken up (Unix seconds)."""
+
+    step: int
+    completions: tuple[Completion, ...]
+    started: tuple[float, ...]
+    ended: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(PipelineReport):
+    """All micro-batches of a :class:`TrainBatches` are done; ``stats`` are sums over their tokens."""
+
+    step: int
+    stats: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updated(PipelineReport):
+    step: int
+    lease_id: int
+    stats: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(PipelineReport):
+    step: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(PipelineReport):
+    """The checkpoint could not be written; training goes on."""
+
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFailed(PipelineReport):
+    """The pipeline cannot go on (``error`` is one sentence); the worker has dropped it and serves the others."""
+
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseBroken(PipelineReport):
+    """A collective failed because a peer is gone; the controller recovers when it learns which one."""
+
+    lease_id: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost(Report):
+    """Made by the cluster, not by the worker: the worker's process is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Happened(Report):
+    """Events for the run's sinks (spans, progress)."""
+
+    events: tuple[Event, ...]

@@ -1,0 +1,245 @@
+"""Workers as Ray actors, on this machine or on a Ray cluster.
+
+Each actor runs :class:`~longtail.cluster.worker.Worker` in a thread of its own; its methods only move commands in
+and reports out. One thread of the controller's process long-polls all actors, so that ``poll`` waits in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import tempfile
+import threading
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import ray
+import torch
+from ray.exceptions import RayError
+
+from longtail.cluster.messages import Command, Connect, Lost, Report
+from longtail.cluster.worker import Worker
+from longtail.core.errors import CapacityError
+
+POLL_S = 0.25
+START_TIMEOUT_S = 300.0
+PEER_TIMEOUT_S = 120.0
+
+
+@ray.remote(concurrency_groups={"control": 1, "drain": 1}, max_restarts=0)
+class RayWorker:
+    """The process of one worker slot."""
+
+    def __init__(self, worker: int, world: int, threads: int, core: int | None) -> None:
+        if core is not None:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, {core + i for i in range(threads)})
+        self._threads, self._failure = threads, ""
+        device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        self._worker = Worker(worker, world, device=device, connect=self._connect)
+        self._loop = threading.Thread(target=self._run, name="quanta", daemon=True)
+        self._loop.start()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # a per-thread setting
+        try:
+            self._worker.run()
+        except BaseException as error:
+            self._failure = f"its loop ended with {type(error).__name__}: {error}"
+            raise
+
+    def _connect(self, command: Connect):
+        from longtail.engine.comm import ProcessGroupCommunicator
+
+        world, rank = self._worker.world, self._worker.worker
+        if world == 1:
+            from longtail.engine.comm import LocalCommunicator
+
+            return LocalCommunicator()
+        host, _, port = command.store.rpartition(":")
+        if not host:
+            store: torch.distributed.Store = torch.distributed.FileStore(command.store, world)
+        else:
+            store = torch.distributed.TCPStore(host, int(port), world, is_master=rank == 0, wait_for_workers=False)
+        return ProcessGroupCommunicator(
+            store,
+            rank=rank,
+            size=world,
+            device=self._worker.device,
+            timeout=timedelta(seconds=PEER_TIMEOUT_S),
+            interface_address=ray.util.get_node_ip_address() if host else "127.0.0.1",
+        )
+
+    @ray.method(concurrency_group="control")
+    def describe(self) -> tuple[str, str, int]:
+        """(device, address of this node, process id)."""
+        device = self._worker.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{self._threads}"
+        return name, ray.util.get_node_ip_address(), os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def free_port(self) -> int:
+        """A port that is free on this worker's node."""
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return s.getsockname()[1]
+
+    @ray.method(concurrency_group="control")
+    def send(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self._worker.inbox.put(command)
+
+    @ray.method(concurrency_group="drain")
+    def drain(self, timeout_s: float) -> list[Report]:
+        if not self._loop.is_alive() and self._failure:
+            raise RuntimeError(self._failure)
+        return self._worker.outbox.take(timeout_s)
+
+
+class RayCluster:
+    """See :class:`longtail.cluster.protocol.Cluster`. ``address`` is ``local``, ``auto`` or a Ray address."""
+
+    def __init__(self, *, workers: int, threads: int, address: str) -> None:
+        self.workers, self._threads = workers, threads
+        self._local = address == "local"
+        _start_ray(address, cpus=workers * threads)
+        self._gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 else 0
+        self._inbox: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._meeting = tempfile.TemporaryDirectory(prefix="longtail-") if self._local else None
+        self._actors = {worker: self._spawn(worker) for worker in range(workers)}
+        self.devices = [""] * workers
+        self.pids = [0] * workers
+        self._addresses = [""] * workers
+        self._await(self._actors)
+        self._poller = threading.Thread(target=self._poll_actors, name="reports", daemon=True)
+        self._poller.start()
+
+    def _spawn(self, worker: int):
+        cores = sorted(os.sched_getaffinity(0))
+        pinned = self._local and not self._gpus and self.workers * self._threads <= len(cores)
+        threads = {name: str(self._threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        environment = {**threads, "TOKENIZERS_PARALLELISM": "false"}
+        return RayWorker.options(
+            num_cpus=self._threads,
+            num_gpus=self._gpus,
+            runtime_env={"env_vars": environment},
+        ).remote(worker, self.workers, self._threads, cores[worker * self._threads] if pinned else None)
+
+    def _await(self, actors: dict[int, object]) -> None:
+        """Wait until the actors answer. Raises ``CapacityError`` when the cluster cannot place them."""
+        try:
+            answers = ray.get([a.describe.remote() for a in actors.values()], timeout=START_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError as error:
+            free = ray.available_resources()
+            raise CapacityError(
+                f"Ray did not start {len(actors)} workers in {START_TIMEOUT_S:.0f} s: each needs {self._threads} CPU"
+                f" and {self._gpus} GPU, and {free.get('CPU', 0):.0f} CPU and {free.get('GPU', 0):.0f} GPU are free."
+                " Lower workers, or wait for other jobs to end."
+            ) from error
+        except RayError as error:
+            raise CapacityError(f"a worker could not start: {error}") from error
+        for worker, (device, address, pid) in zip(actors, answers, strict=True):
+            self.devices[worker], self._addresses[worker], self.pids[worker] = device, address, pid
+
+    def _poll_actors(self) -> None:
+        waiting: dict = {}
+        known: dict[int, object] = {}
+        while not self._closed.is_set():
+            for worker, actor in list(self._actors.items()):
+                if known.get(worker) is not actor:
+                    known[worker] = actor
+                    waiting[actor.drain.remote(POLL_S)] = (worker, actor)
+            if not waiting:
+                self._closed.wait(POLL_S)
+                continue
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL_S)
+            for reference in ready:
+                worker, actor = waiting.pop(reference)
+                try:
+                    reports = ray.get(reference)
+                except Exception as error:
+                    if self._actors.get(worker) is actor and not self._closed.is_set():
+                        del self._actors[worker]
+                        self._inbox.put([Lost(worker=worker, reason=_reason(error))])
+                    continue
+                waiting[actor.drain.remote(POLL_S)] = (worker, actor)
+                if reports:
+                    self._inbox.put(reports)
+
+    def send(self, worker: int, commands: Sequence[Command]) -> None:
+        actor = self._actors.get(worker)
+        if actor is not None:
+            actor.send.remote(list(commands))
+
+    def poll(self, timeout_s: float) -> list[Report]:
+        reports: list[Report] = []
+        try:
+            reports += self._inbox.get(timeout=timeout_s)
+            while True:
+                reports += self._inbox.get_nowait()
+        except queue.Empty:
+            return reports
+
+    def wake(self) -> None:
+        self._inbox.put([])
+
+    def restart(self, worker: int) -> None:
+        actor = self._spawn(worker)
+        self._await({worker: actor})
+        self._actors[worker] = actor
+
+    def rendezvous(self, generation: int) -> str:
+        if self._meeting is not None:
+            return str(Path(self._meeting.name) / f"generation-{generation}")
+        return f"{self._addresses[0]}:{ray.get(self._actors[0].free_port.remote())}"
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._poller.join(timeout=2.0)
+        for actor in self._actors.values():
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+        ray.shutdown()
+        if self._meeting is not None:
+            self._meeting.cleanup()
+
+
+def _start_ray(address: str, *, cpus: int) -> None:
+    """Join or start Ray under a namespace that no other run shares. Raises ``CapacityError`` when it cannot."""
+    namespace = f"longtail-{uuid.uuid4().hex[:12]}"
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    common = {"namespace": namespace, "log_to_driver": False, "configure_logging": True, "logging_level": logging.ERROR}
+    try:
+        if address == "local":
+            ray.init(
+                address="local",
+                num_cpus=max(cpus, 1),
+                include_dashboard=False,
+                object_store_memory=_object_store_bytes(),
+                **common,
+            )
+        else:
+            ray.init(address=address, **common)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise CapacityError(f"Ray at {address!r} cannot be used: {error}") from error
+
+
+def _object_store_bytes() -> int:
+    """Commands and reports are small; keep Ray from reserving a third of the memory (or a tiny /dev/shm)."""
+    with contextlib.suppress(OSError):
+        free = os.statvfs("/dev/shm")
+        return max(80 << 20, min(256 << 20, free.f_bavail * free.f_frsize // 2))
+    return 128 << 20
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

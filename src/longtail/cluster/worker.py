@@ -1,0 +1,276 @@
+"""The loop of one worker: take commands, run one quantum, report; never wait for a peer except under a lease.
+
+Invariants: commands of one worker are applied in the order they were sent, always between two quanta. An error in
+a pipeline's quantum ends that pipeline on this worker and nothing else. Time is shared between the runnable
+pipelines by the compute seconds that each has had, so a pipeline with long quanta gets fewer of them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from longtail.cluster.messages import (
+    ClosePipeline,
+    Command,
+    Connect,
+    Connected,
+    DropWork,
+    Generate,
+    Happened,
+    LeaseBroken,
+    OpenPipeline,
+    Opened,
+    PipelineCommand,
+    PipelineFailed,
+    Report,
+    Save,
+    SaveFailed,
+    Stop,
+    TrainBatches,
+    Update,
+)
+from longtail.cluster.spans import SpanRecorder
+from longtail.cluster.tenant import Quantum, Tenant
+from longtail.core.comm import Communicator
+from longtail.core.errors import CheckpointError, LongtailError, PeerLost
+from longtail.core.events import Event, Progress
+from longtail.core.types import SubStage
+
+PROGRESS_EVERY_S = 0.25
+
+Connector = Callable[[Connect], Communicator]
+
+
+class Outbox:
+    """Reports on their way to the controller; thread-safe. ``take`` waits for something urgent or a time-out."""
+
+    def __init__(self) -> None:
+        self._reports: list[Report] = []
+        self._urgent = False
+        self._ready = threading.Condition()
+
+    def put(self, reports: list[Report], *, urgent: bool = True) -> None:
+        with self._ready:
+            self._reports += reports
+            if urgent and reports:
+                self._urgent = True
+                self._ready.notify_all()
+
+    def take(self, timeout_s: float) -> list[Report]:
+        with self._ready:
+            self._ready.wait_for(lambda: self._urgent, timeout_s)
+            reports, self._reports, self._urgent = self._reports, [], False
+            return reports
+
+
+class Worker:
+    """One worker process's work, without any transport: ``inbox`` in, ``outbox`` out, :meth:`run` in between."""
+
+    def __init__(self, worker: int, world: int, *, device: torch.device, connect: Connector) -> None:
+        self.worker, self.world, self.device = worker, world, device
+        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.outbox = Outbox()
+        self.tenants: dict[str, Tenant] = {}
+        self._connect = connect
+        self._comm: Communicator | None = None
+        self._spans = SpanRecorder(worker)
+        self._stopped = False
+        self._next_progress = 0.0
+
+    def run(self) -> None:
+        """Loop until a :class:`Stop` command arrives."""
+        while not self._stopped:
+            for command in self._commands():
+                self._apply(command)
+            tenant = self._choose()
+            if tenant is not None:
+                self._guarded(tenant, lambda: self._quantum(tenant, tenant.run_quantum))
+            self._tell()
+        self._tell(everything=True)
+        self._disconnect()
+
+    def die(self) -> None:
+        """End the loop at once, from another thread, as a killed process would."""
+        self._stopped = True
+        self._disconnect()
+        self.inbox.put(Stop())
+
+    def _commands(self) -> list[Command]:
+        """All commands that have arrived; waits for one while there is nothing else to do."""
+        idle = not any(t.runnable for t in self.tenants.values())
+        commands: list[Command] = []
+        try:
+            commands.append(self.inbox.get(timeout=PROGRESS_EVERY_S) if idle else self.inbox.get_nowait())
+            while True:
+                commands.append(self.inbox.get_nowait())
+        except queue.Empty:
+            return commands
+
+    def _choose(self) -> Tenant | None:
+        """The runnable pipeline that has had the least compute time here; ties go by name."""
+        runnable = [t for t in self.tenants.values() if t.runnable]
+        return min(runnable, key=lambda t: (t.used_s, t.name), default=None)
+
+    def _quantum(self, tenant: Tenant, work: Callable[[], Quantum]) -> None:
+        """Run ``work`` and account for it. Raises whatever it raises."""
+        start = time.time()
+        quantum = work()
+        end = time.time()
+        # A pipeline that slept must not claim the time it missed: it resumes level with the least-served one.
+        floor = min((t.used_s for t in self.tenants.values() if t is not tenant and t.runnable), default=0.0)
+        tenant.used_s = max(tenant.used_s, floor) + end - start
+        self._spans.add(
+            tenant.name,
+            quantum.substage,
+            quantum.step,
+            start=start,
+            end=end,
+            tokens=quantum.tokens,
+            batch=quantum.batch,
+        )
+        self.outbox.put(quantum.reports)
+
+    def _guarded(self, tenant: Tenant, work: Callable[[], None]) -> None:
+        """Run ``work``; an error of it ends this pipeline on this worker."""
+        try:
+            work()
+        except Exception as error:
+            self.tenants.pop(tenant.name, None)
+            self.outbox.put([self._failure(tenant.name, tenant.attempt, error)])
+
+    def _failure(self, pipeline: str, attempt: int, error: Exception) -> PipelineFailed:
+        known = isinstance(error, LongtailError)
+        return PipelineFailed(
+            worker=self.worker,
+            pipeline=pipeline,
+            attempt=attempt,
+            error=str(error) if known else f"{type(error).__name__}: {error}",
+            traceback="" if known else "".join(traceback.format_exception(error)),
+        )
+
+    def _apply(self, command: Command) -> None:
+        match command:
+            case Stop():
+                self._stopped = True
+            case Connect():
+                self._reconnect(command)
+            case OpenPipeline():
+                self._open(command)
+            case ClosePipeline():
+                self.tenants.pop(command.pipeline, None)
+            case PipelineCommand():
+                tenant = self.tenants.get(command.pipeline)
+                if tenant is None or (tenant.attempt != command.attempt and not isinstance(command, DropWork)):
+                    return  # of a pipeline that failed here, or of an earlier attempt
+                self._apply_to(tenant, command)
+
+    def _apply_to(self, tenant: Tenant, command: PipelineCommand) -> None:
+        match command:
+            case DropWork():
+                tenant.drop_work(command.attempt)
+            case Generate():
+                self._guarded(tenant, lambda: tenant.generate(command))
+            case TrainBatches():
+                tenant.train(command)
+            case Save():
+                self._guarded(tenant, lambda: self._quantum(tenant, lambda: self._save(tenant, command)))
+            case Update():
+                self._guarded(tenant, lambda: self._update(tenant, command))
+
+    def _save(self, tenant: Tenant, command: Save) -> Quantum:
+        try:
+            return tenant.save(command)
+        except (CheckpointError, OSError) as error:
+            failed = SaveFailed(
+                worker=self.worker,
+                pipeline=tenant.name,
+                attempt=tenant.attempt,
+                step=command.step,
+                error=str(error),
+            )
+            return Quantum(SubStage.CHECKPOINT, command.step, 0, 0, [failed])
+
+    def _update(self, tenant: Tenant, command: Update) -> None:
+        """A lost peer breaks the lease; any error but one that all members see alike breaks it for the others."""
+        comm = self._comm
+        try:
+            if comm is None:
+                raise PeerLost(f"worker {self.worker} is not connected to its peers")
+            self._quantum(tenant, lambda: tenant.update(command, comm))
+        except PeerLost as error:
+            self._disconnect()
+            broken = LeaseBroken(
+                worker=self.worker,
+                pipeline=tenant.name,
+                attempt=tenant.attempt,
+                lease_id=command.lease.lease_id,
+                error=str(error),
+            )
+            self.outbox.put([broken])
+        except LongtailError:
+            raise
+        except Exception:
+            self._disconnect()
+            raise
+
+    def _disconnect(self) -> None:
+        if self._comm is not None:
+            self._comm.close()
+            self._comm = None
+
+    def _reconnect(self, command: Connect) -> None:
+        self._disconnect()
+        try:
+            self._comm = self._connect(command)
+        except PeerLost:
+            return  # the controller learns of the lost peer and connects a new generation
+        self.outbox.put([Connected(worker=self.worker, generation=command.generation)])
+
+    def _open(self, command: OpenPipeline) -> None:
+        start = time.time()
+        self.tenants.pop(command.pipeline, None)
+        try:
+            tenant = Tenant(command, worker=self.worker, world=self.world, device=self.device)
+        except Exception as error:
+            self.outbox.put([self._failure(command.pipeline, command.attempt, error)])
+            return
+        self.tenants[command.pipeline] = tenant
+        end = time.time()
+        self._spans.add(command.pipeline, SubStage.LOAD, 0, start=start, end=end, tokens=0, batch=0)
+        opened = Opened(
+            worker=self.worker,
+            pipeline=command.pipeline,
+            attempt=command.attempt,
+            parameters=tenant.parameters,
+            duration_s=end - start,
+        )
+        self.outbox.put([opened])
+
+    def _tell(self, *, everything: bool = False) -> None:
+        """Hand out spans and progress a few times a second."""
+        now = time.time()
+        if now < self._next_progress and not everything:
+            return
+        self._next_progress = now + PROGRESS_EVERY_S
+        events: list[Event] = list(self._spans.take(now, everything=everything))
+        events += [
+            Progress(
+                worker=self.worker,
+                pipeline=tenant.name,
+                substage=tenant.next_substage.value,
+                waiting=tenant.engine.waiting,
+                running=tenant.engine.running,
+                lanes_used=tenant.lanes.used,
+                lanes_total=tenant.lanes.total,
+            )
+            for tenant in self.tenants.values()
+            if tenant.runnable
+        ]
+        if events:
+            self.outbox.put([Happened(worker=self.worker, events=tuple(events))], urgent=False)

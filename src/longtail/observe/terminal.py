@@ -1,0 +1,172 @@
+"""The live display: one line per pipeline, a cell per worker, the last moves and notes.
+
+The display refreshes itself four times a second whatever the event rate; :meth:`TerminalSink.write` only folds the
+event into the view. Warnings and errors are also printed above the display, where they stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from longtail.core.events import Event, MoveMade, Note, Sink
+from longtail.observe.live import PipelineView, RunView
+from longtail.observe.plain import PlainSink, describe_move, describe_note
+from longtail.observe.text import duration, number, one_line, percent, sparkline
+
+REFRESH_HZ = 4
+NAME_WIDTH = 16
+WORKER_LINES = 8
+STATUS_STYLE = {"failed": "red", "interrupted": "yellow", "finished": "green", "waiting": "dim"}
+LEVEL_STYLE = {"error": "red", "warning": "yellow"}
+
+
+def console_sink(stream: TextIO | None = None, *, view: RunView | None = None) -> Sink:
+    """The live display if ``stream`` (default: standard output) is a terminal that can show it, else plain lines.
+
+    ``view`` is the run so far, so that a resumed run shows its whole reward curve.
+    """
+    stream = sys.stdout if stream is None else stream
+    if stream.isatty() and (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8":
+        console = Console(file=stream)
+        if console.is_terminal and not console.is_dumb_terminal:
+            return TerminalSink(console, view=view)
+    return PlainSink(stream, view=view)
+
+
+class TerminalSink:
+    """Draws the run on a rich console until :meth:`close`, which leaves the last state on the screen.
+
+    ``clock`` gives Unix seconds. A terminal that goes away switches the display off, not the run.
+    """
+
+    def __init__(
+        self, console: Console, *, view: RunView | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.view = RunView() if view is None else view
+        self._console = console
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+        self._closed = False
+
+    def write(self, event: Event) -> None:
+        with self._lock:
+            notes = self.view.apply(event)
+        if self._closed:
+            return
+        try:
+            if self._live is None:
+                self._live = Live(console=self._console, get_renderable=self._draw, refresh_per_second=REFRESH_HZ)
+                self._live.start()
+            for note in notes:
+                if note.level in LEVEL_STYLE:
+                    # Not under self._lock: printing redraws the display, which takes it.
+                    self._console.print(Text(describe_note(note), style=LEVEL_STYLE[note.level]))
+        except (OSError, ValueError):
+            self.close()
+
+    def close(self) -> None:
+        """Draw once more and give the terminal back; safe to call twice."""
+        self._closed = True
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                live.stop()
+
+    def _draw(self) -> RenderableType:
+        with self._lock:
+            return draw(self.view, self._console.width, self._clock())
+
+
+def draw(view: RunView, width: int, now: float) -> Group:
+    """The display at one moment, ``width`` columns wide; lines never wrap, except a failed pipeline's error."""
+    lines = [_header(view)]
+    name_width = min(NAME_WIDTH, max((len(name) for name in view.pipelines), default=0))
+    for pipeline in view.pipelines.values():
+        lines.extend(_pipeline(pipeline, name_width, width))
+    lines.extend(_workers(view, width, now))
+    lines.extend(_last_moves(view))
+    lines.extend(_last_notes(view))
+    for line in lines:
+        if line.no_wrap:
+            line.truncate(width, overflow="ellipsis")
+    return Group(*lines)
+
+
+def _line(text: str = "", style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _header(view: RunView) -> Text:
+    devices = ", ".join(dict.fromkeys(view.devices))
+    line = _line("longtail ", "bold").append(
+        f"{view.version}   {len(view.devices)} workers ({devices})   {view.run}   {duration(view.running_s)}",
+        "not bold",
+    )
+    return line.append(f"   {view.reason}") if view.reason else line
+
+
+def _pipeline(p: PipelineView, name_width: int, width: int) -> list[Text]:
+    goal = str(p.steps or "?")
+    name = p.name if len(p.name) <= name_width else p.name[: name_width - 1] + "…"
+    line = _line(f"{name:<{name_width}}  ", "bold")
+    step = p.current if p.status == "running" else p.step
+    line.append(f"step {step:>{len(goal)}}/{goal}  reward {number(p.metrics.get('reward_mean')):>5} ", "not bold")
+    right = f"  {_stage(p):<15} {number(p.tokens_per_s()):>7} tok/s"
+    line.append(sparkline(p.rewards, min(24, width - line.cell_len - len(right))), "cyan not bold")
+    line.append(f"  {_stage(p):<15}", f"{STATUS_STYLE.get(p.status, 'none')} not bold")
+    line.append(f" {number(p.tokens_per_s()):>7} tok/s", "not bold")
+    if p.error is None:
+        return [line]
+    return [line, Text(f"  {one_line(p.error)}", style="red")]
+
+
+def _stage(p: PipelineView) -> str:
+    if p.status != "running":
+        return p.status
+    if p.stage == "rollout":
+        done, expected = p.samples_done, p.samples_expected
+        return f"rollout {done}/{expected}" if expected else "rollout"
+    return p.stage or "starting"
+
+
+def _workers(view: RunView, width: int, now: float) -> list[Text]:
+    cells = []
+    for index in sorted(view.workers):
+        cells.append(f"w{index} {percent(view.utilisation(index, now)):>5}  {view.work(index, now)}".rstrip())
+    if not cells:
+        return []
+    cell_width = min(max(map(len, cells)), 34) + 3
+    per_line = max(1, (width + 3) // cell_width)
+    shown = cells[: per_line * WORKER_LINES]
+    lines = []
+    for i in range(0, len(shown), per_line):
+        row = shown[i : i + per_line]
+        lines.append(_line("".join(f"{cell[: cell_width - 3]:<{cell_width}}" for cell in row).rstrip(), "blue"))
+    if hidden := cells[len(shown) :]:
+        shares = [view.utilisation(index, now) or 0.0 for index in sorted(view.workers)]
+        lines.append(_line(f"and {len(hidden)} more; all workers {percent(sum(shares) / len(shares))}", "blue"))
+    return lines
+
+
+def _last_moves(view: RunView, most: int = 2) -> list[Text]:
+    moves: list[MoveMade] = list(view.moves)[-most:]
+    return [_labelled("moves" if i == 0 else "", describe_move(move)) for i, move in enumerate(moves)]
+
+
+def _last_notes(view: RunView, most: int = 2) -> list[Text]:
+    notes: list[Note] = [note for note in view.notes if note.level not in LEVEL_STYLE][-most:]
+    return [_labelled("notes" if i == 0 else "", describe_note(note)) for i, note in enumerate(notes)]
+
+
+def _labelled(label: str, text: str) -> Text:
+    return _line(f"{label:<7} ", "dim").append(text, "not dim")

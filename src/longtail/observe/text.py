@@ -1,0 +1,66 @@
+"""Small formatters that the terminal, the plain lines and the summary share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+BARS = "▁▂▃▄▅▆▇█"
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
+
+
+def one_line(text: str) -> str:
+    """``text`` on one line, without escape sequences or other control characters (messages may quote user code)."""
+    return _CONTROLS.sub(" ", _ESCAPES.sub("", text)).strip()
+
+
+def number(value: float | None) -> str:
+    """``0.41``, ``12.5``, ``1,812``, ``1.2e-06``, ``NaN``; ``-`` for None."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    size = abs(value)
+    if size == 0 or 0.01 <= size < 9.995:
+        return f"{value:.2f}"
+    if 9.995 <= size < 99.95:
+        return f"{value:.1f}"
+    if 99.95 <= size < 1e6:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """``0.35 s``, ``12.3 s``, ``4 min 05 s``, ``2 h 13 min``; ``-`` for None."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.0f} %"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most ``width`` bars: means of equal runs of ``values``, scaled to their range; a gap where none is finite."""
+    if width <= 0 or not values:
+        return ""
+    cells = min(width, len(values))
+    means: list[float | None] = []
+    for i in range(cells):
+        run = values[i * len(values) // cells : (i + 1) * len(values) // cells]
+        finite = [v for v in run if math.isfinite(v)]
+        means.append(sum(v / len(finite) for v in finite) if finite else None)
+    known = [m for m in means if m is not None]
+    if not known:
+        return " " * cells
+    low, high = min(known), max(known)
+    scale = (len(BARS) - 1) / (high - low) if high > low and math.isfinite(high - low) else 0.0
+    return "".join(" " if m is None else BARS[round((m - low) * scale)] for m in means)

@@ -1,0 +1,237 @@
+"""Attention of the training forward: whole groups in one flat batch, each prompt computed once.
+
+A micro-batch lies flat as ``[prompt | c1 | c2 | ...]`` per group. A *segment* is one prompt or one completion. The
+attention of a completion is the softmax over two key sets, its prompt and itself, computed apart and joined by their
+log-sum-exps: ``own`` (causal, within each segment, segments of like length padded to one batch) and ``prompt``
+(dense, all completions of a group at once over its prompt, without padding or copies). The backward pass of each
+part gets the *joined* output and log-sum-exp, which makes the partial gradients exact (the algebra of ring
+attention, arXiv 2310.01889).
+
+Shape suffixes beyond ``engine/model.py``: B lanes (KV heads of the segments) of a bucket, L padded length, N rows of
+a gather, W = (R + 2) * H width of one lane of one token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longtail.engine.config import ModelConfig
+from longtail.engine.model import RopeTable, rms_norm
+
+
+class Group(NamedTuple):
+    """Where one group lies in the flat batch: prompt ``start .. middle``, its completions ``middle .. end``."""
+
+    start: int
+    middle: int
+    end: int
+
+
+class Bucket(NamedTuple):
+    """Segments of like length as padded rows of their places ``index_SL`` in the flat batch (T for padding)."""
+
+    index_SL: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in a flat batch of ``tokens`` tokens; built once, used by all layers."""
+
+    tokens: int
+    groups: tuple[Group, ...]
+    buckets: tuple[Bucket, ...]
+    positions_T: Tensor
+    longest: int
+
+
+def lay_out(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> Layout:
+    """The layout of groups given as (prompt tokens, tokens of each completion); completions may have none."""
+    places: list[Group] = []
+    segments: list[tuple[int, int]] = []
+    positions: list[Tensor] = []
+    at = 0
+    for prompt, lengths in groups:
+        start = at
+        for first, length in [(0, prompt), *((prompt, n) for n in lengths)]:
+            segments.append((at, length))
+            positions.append(torch.arange(first, first + length))
+            at += length
+        places.append(Group(start, start + prompt, at))
+    positions_T = torch.cat(positions)
+    return Layout(
+        tokens=at,
+        groups=tuple(places),
+        buckets=tuple(_bucket(rows, at, device) for rows in _similar(segments)),
+        positions_T=positions_T.to(device),
+        longest=int(positions_T.max()) + 1,
+    )
+
+
+def _similar(segments: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Segments by falling length, cut where padding would cost more than one more kernel call."""
+    rows: list[list[tuple[int, int]]] = []
+    longest = 0
+    for start, length in sorted(segments, key=lambda s: -s[1]):
+        if length == 0:
+            break
+        if not rows or 4 * length < 3 * longest - 32:
+            rows.append([])
+            longest = length
+        rows[-1].append((start, length))
+    return rows
+
+
+def _bucket(rows: list[tuple[int, int]], tokens: int, device: torch.device) -> Bucket:
+    longest = rows[0][1]
+    starts = torch.tensor([s for s, _ in rows]).unsqueeze(1)
+    lengths = torch.tensor([n for _, n in rows]).unsqueeze(1)
+    offsets = torch.arange(longest).unsqueeze(0)
+    index_SL = torch.where(offsets < lengths, starts + offsets, tokens)
+    return Bucket(index_SL.to(device), longest)
+
+
+class GroupAttend:
+    """The :class:`longtail.engine.model.Attend` of training: differentiable, over the groups of one layout."""
+
+    def __init__(self, layout: Layout, config: ModelConfig, rope: RopeTable) -> None:
+        self.layout, self.config = layout, config
+        cos, sin = rope.upto(layout.longest)
+        self.cos_T1H2 = cos[layout.positions_T][:, None, None]
+        self.sin_T1H2 = sin[layout.positions_T][:, None, None]
+        G = config.kv_heads
+        lanes_G = torch.arange(G, device=layout.positions_T.device)
+        self.lane_rows = [
+            (b.index_SL[:, None, :] * G + lanes_G[None, :, None]).flatten() for b in layout.buckets
+        ]  # per bucket [S * G * L]: rows of the flat batch seen as [T * G, W]
+
+    def __call__(self, layer: int, qkv_TE: Tensor, q_norm_H: Tensor | None, k_norm_H: Tensor | None) -> Tensor:
+        c = self.config
+        if q_norm_H is not None and k_norm_H is not None:
+            qkv_TGXH = qkv_TE.unflatten(-1, (c.kv_heads, c.heads_per_kv + 2, c.head_dim))
+            q_TGRH, k_TG1H, v_TG1H = qkv_TGXH.split((c.heads_per_kv, 1, 1), dim=2)
+            q_TGRH = rms_norm(q_TGRH, q_norm_H, c.rms_eps)
+            k_TG1H = rms_norm(k_TG1H, k_norm_H, c.rms_eps)
+            qkv_TE = torch.cat((q_TGRH, k_TG1H, v_TG1H), dim=2).flatten(1)
+        return _GroupAttention.apply(qkv_TE, self)
+
+
+class _GroupAttention(torch.autograd.Function):
+    """RoPE, then both parts of attention; saves the rotated lanes, the output and the log-sum-exps."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv_TE: Tensor, plan: GroupAttend) -> Tensor:
+        c, T = plan.config, plan.layout.tokens
+        G, R, H = c.kv_heads, c.heads_per_kv, c.head_dim
+        # One row of zeros after the last token is what padding gathers, so that it can never overflow.
+        x_TGXH = qkv_TE.new_zeros(T + 1, G, R + 2, H)
+        _rotate(qkv_TE.view(T, G, R + 2, H), plan.cos_T1H2, plan.sin_T1H2, out=x_TGXH[:T])
+        o_TGRH = qkv_TE.new_empty(T + 1, G, R, H)
+        lse: Tensor | None = None
+        for bucket, rows_N in zip(plan.layout.buckets, plan.lane_rows, strict=True):
+            q_BRLH, k_BRLH, v_BRLH = _lanes(x_TGXH, rows_N, bucket.longest)
+            o_BRLH, lse_BRL = attend(q_BRLH, k_BRLH, v_BRLH, causal=True)
+            if lse is None:
+                lse = lse_BRL.new_zeros(T + 1, G, R)
+            o_TGRH.view(-1, R, H)[rows_N] = o_BRLH.transpose(1, 2).reshape(-1, R, H)
+            lse.view(-1, R)[rows_N] = lse_BRL.transpose(1, 2).reshape(-1, R)
+        o_TGRH[T] = 0
+        assert lse is not None
+        for start, middle, end in _with_completions(plan.layout):
+            q_GRCH, k_GRPH, v_GRPH = _over_prompt(x_TGXH, start, middle, end)
+            o_GRCH, lse_GRC = attend(q_GRCH, k_GRPH, v_GRPH, causal=False)
+            _join(o_TGRH[middle:end], lse[middle:end], o_GRCH.permute(2, 0, 1, 3), lse_GRC.permute(2, 0, 1))
+        ctx.save_for_backward(x_TGXH, o_TGRH, lse)
+        ctx.plan = plan
+        return o_TGRH[:T].flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TQ: Tensor) -> tuple[Tensor, None]:
+        plan: GroupAttend = ctx.plan
+        x_TGXH, o_TGRH, lse_TGR = ctx.saved_tensors
+        T, G, R, H = plan.layout.tokens, *o_TGRH.shape[1:]
+        g_TGRH = grad_TQ.new_zeros(T + 1, G, R, H)
+        g_TGRH[:T] = grad_TQ.view(T, G, R, H)
+        dx_TGXH = torch.zeros_like(x_TGXH)
+        for bucket, rows_N in zip(plan.layout.buckets, plan.lane_rows, strict=True):
+            q, k, v = _lanes(x_TGXH, rows_N, bucket.longest)
+            o_BRLH = _gather(o_TGRH, rows_N, bucket.longest)
+            g_BRLH = _gather(g_TGRH, rows_N, bucket.longest)
+            lse_BRL = lse_TGR.view(-1, R)[rows_N].view(-1, bucket.longest, R).transpose(1, 2)
+            dq, dk, dv = attend_grad(g_BRLH, q, k, v, o_BRLH, lse_BRL.contiguous(), causal=True)
+            dx_BXLH = torch.cat((dq, dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)), dim=1)
+            dx_TGXH.view(-1, R + 2, H)[rows_N] = dx_BXLH.transpose(1, 2).reshape(-1, R + 2, H)
+        for start, middle, end in _with_completions(plan.layout):
+            q, k, v = _over_prompt(x_TGXH, start, middle, end)
+            o_GRCH = o_TGRH[middle:end].permute(1, 2, 0, 3)
+            g_GRCH = g_TGRH[middle:end].permute(1, 2, 0, 3)
+            lse_GRC = lse_TGR[middle:end].permute(1, 2, 0).contiguous()
+            dq, dk, dv = attend_grad(g_GRCH, q, k, v, o_GRCH, lse_GRC, causal=False)
+            dx_TGXH[middle:end, :, :R] += dq.permute(2, 0, 1, 3)
+            dx_TGXH[start:middle, :, R] += dk.sum(1).transpose(0, 1)
+            dx_TGXH[start:middle, :, R + 1] += dv.sum(1).transpose(0, 1)
+        d_TGXH = torch.empty_like(dx_TGXH[:T])
+        _rotate(dx_TGXH[:T], plan.cos_T1H2, -plan.sin_T1H2, out=d_TGXH)
+        return d_TGXH.flatten(1), None
+
+
+def _rotate(x_TGXH: Tensor, cos_T1H2: Tensor, sin_T1H2: Tensor, *, out: Tensor) -> None:
+    """RoPE on the query and key rows of each lane, the value row copied."""
+    a, b = x_TGXH[:, :, :-1].chunk(2, dim=-1)
+    out_a, out_b = out[:, :, :-1].chunk(2, dim=-1)
+    torch.mul(a, cos_T1H2, out=out_a).addcmul_(b, sin_T1H2, value=-1)
+    torch.mul(b, cos_T1H2, out=out_b).addcmul_(a, sin_T1H2)
+    out[:, :, -1] = x_TGXH[:, :, -1]
+
+
+def _gather(x_TGXH: Tensor, rows_N: Tensor, longest: int) -> Tensor:
+    """``[B, X, L, H]`` of the rows of a bucket."""
+    X, H = x_TGXH.shape[2:]
+    return x_TGXH.view(-1, X * H).index_select(0, rows_N).view(-1, longest, X, H).transpose(1, 2)
+
+
+def _lanes(x_TGXH: Tensor, rows_N: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values ``[B, R, L, H]`` of a bucket; keys and values are one head seen R times."""
+    x_BXLH = _gather(x_TGXH, rows_N, longest)
+    R = x_BXLH.shape[1] - 2
+    return x_BXLH[:, :R], x_BXLH[:, R : R + 1].expand(-1, R, -1, -1), x_BXLH[:, R + 1 :].expand(-1, R, -1, -1)
+
+
+def _over_prompt(x_TGXH: Tensor, start: int, middle: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[G, R, C, H]`` of a group's completions, keys and values ``[G, R, P, H]`` of its prompt; all views."""
+    R = x_TGXH.shape[2] - 2
+    q_GRCH = x_TGXH[middle:end, :, :R].permute(1, 2, 0, 3)
+    k_GRPH, v_GRPH = (x_TGXH[start:middle, :, i].transpose(0, 1).unsqueeze(1).expand(-1, R, -1, -1) for i in (R, R + 1))
+    return q_GRCH, k_GRPH, v_GRPH
+
+
+def _with_completions(layout: Layout) -> itertools.filterfalse[Group]:
+    return itertools.filterfalse(lambda g: g.middle == g.end, layout.groups)
+
+
+def _join(o_CGRH: Tensor, lse_CGR: Tensor, more_o_CGRH: Tensor, more_lse_CGR: Tensor) -> None:
+    """Attention over the union of two key sets, in place in the first."""
+    joined_CGR = torch.logaddexp(lse_CGR, more_lse_CGR)
+    o_CGRH.mul_((lse_CGR - joined_CGR).exp_().unsqueeze(-1))
+    o_CGRH.addcmul_(more_o_CGRH, (more_lse_CGR - joined_CGR).exp_().unsqueeze(-1).to(o_CGRH.dtype))
+    lse_CGR.copy_(joined_CGR)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention output ``[B, R, L, H]`` and log-sum-exp ``[B, R, L]`` by the device's fused kernel."""
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return o, lse
+
+
+def attend_grad(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, where ``o`` and ``lse`` may be over more keys than ``k`` holds."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, o, lse, 0.0, causal)

@@ -1,0 +1,502 @@
+"""One pipeline as the controller sees it: a state machine that turns reports into commands.
+
+A step is rollout -> score -> train -> update; scoring overlaps the rollout, group by group. Nothing here blocks:
+rewards come back through futures, everything else through worker reports.
+
+Invariants: a step's samples are all drawn with the weights of that step (the update is the only thing that
+changes weights, and it is sent only after every sample of the step has ended). Reports of an earlier attempt are
+ignored. A pipeline ends exactly once, as finished, failed or interrupted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from longtail.cluster.messages import (
+    ClosePipeline,
+    Command,
+    DropWork,
+    Generate,
+    Opened,
+    OpenPipeline,
+    PipelineFailed,
+    PipelineReport,
+    Sampled,
+    Save,
+    Saved,
+    SaveFailed,
+    TrainBatches,
+    Trained,
+    Update,
+    Updated,
+)
+from longtail.cluster.tenant import merge_stats
+from longtail.core.config import Pipeline
+from longtail.core.errors import CheckpointError, RewardError
+from longtail.core.events import (
+    CheckpointSaved,
+    Event,
+    Note,
+    PipelineEnded,
+    PipelineStarted,
+    Rollback,
+    SequenceEnded,
+    StageEntered,
+    StepEnded,
+)
+from longtail.core.types import Lease, SamplingParams
+from longtail.rl import checkpoint
+from longtail.rl.packing import plan_micro_batches
+from longtail.rl.reward_pool import RewardPool
+from longtail.rl.tasks import Task, prompt_indices
+from longtail.runtime.step import Group, StepBatch, totals
+
+
+class PromptEncoder(Protocol):
+    """What the driver needs of a tokenizer (``engine/tokenizer.py``)."""
+
+    end_token_ids: tuple[int, ...]
+
+    def encode_prompt(self, prompt: str | list[dict], *, chat: bool | None = None) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """Everything about a pipeline that is known before it starts; ``folder`` is where its checkpoints go."""
+
+    name: str
+    config: Pipeline
+    model_folder: Path
+    folder: Path
+    kv_blocks: int
+    task: Task
+    tokenizer: PromptEncoder
+
+
+class PipelineDriver:
+    """Drives one pipeline over ``workers`` workers.
+
+    ``send(worker, command)``, ``emit(event)``, ``ask_lease(name)`` and ``wake()`` are the controller's.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        *,
+        workers: int,
+        rewards: RewardPool,
+        send: Callable[[int, Command], None],
+        emit: Callable[[Event], None],
+        ask_lease: Callable[[str], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self.plan, self.workers = plan, workers
+        self.stage = "new"
+        self.step = 0
+        self.attempt = 0
+        self.error: str | None = None
+        self.saved_step = -1
+        self.saved_path: Path | None = None
+        self._rewards, self._send, self._emit, self._ask_lease, self._wake = rewards, send, emit, ask_lease, wake
+        self._batch: StepBatch | None = None
+        self._futures: dict[Future, Group] = {}
+        self._waiting_for: set[int] = set()
+        self._train_stats: dict[str, float] = {}
+        self._update_stats: dict[str, float] = {}
+        self._iteration = 0
+        self._entered: dict[str, float] = {}
+        self._saving: tuple[int, Path, float, set[int], int] | None = None
+        self._ending: str | None = None
+
+    # -- life -------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def over(self) -> bool:
+        return self.stage in ("finished", "failed", "interrupted")
+
+    def open(self, *, reason: str | None = None) -> None:
+        """Load the newest complete checkpoint, or the initial model, on all workers.
+
+        ``reason`` says why a running pipeline falls back.
+        """
+        found = checkpoint.latest(self.plan.folder)
+        for skipped in found.skipped:
+            self._note("warning", f"{self.name}: an unfinished checkpoint is skipped: {skipped}.")
+        self.attempt += 1
+        self._abandon_work()
+        self.step = self.saved_step = found.step if found.path else 0
+        self.saved_path = found.path
+        if found.path or reason:
+            self._emit(Rollback(pipeline=self.name, step=self.step, reason=reason or "resumed from checkpoint"))
+        config = self.plan.config
+        if self.step >= config.steps:
+            self._announce(parameters=0)
+            self._end("finished")
+            return
+        self._enter("load")
+        self._waiting_for = set(range(self.workers))
+        command = OpenPipeline(
+            pipeline=self.name,
+            attempt=self.attempt,
+            config=config,
+            weights=str(found.path or self.plan.model_folder),
+            optimizer=str(found.path) if found.path else None,
+            reference=str(self.plan.model_folder) if config.algorithm.beta > 0 else None,
+            kv_blocks=self.plan.kv_blocks,
+        )
+        self._send_all(lambda _: command)
+
+    def interrupt(self) -> None:
+        """Stop after the weights are safe: finish an update that has begun, drop everything else, save, end."""
+        if self.over or self._ending:
+            return
+        self._ending = "interrupted"
+        if self.stage != "update" and self._iteration == 0:
+            self._settle()
+
+    def fail(self, error: str) -> None:
+        """End the pipeline with an error; its last checkpoint stays."""
+        if self.over:
+            return
+        where = f"checkpoint step-{self.saved_step}" if self.saved_path else "its start (no checkpoint yet)"
+        self.error = f"{error} The pipeline is stopped at {where}; other pipelines go on."
+        self._end("failed")
+
+    def _end(self, reason: str) -> None:
+        self.stage = reason
+        self._abandon_work()
+        self._send_all(lambda _: ClosePipeline(pipeline=self.name, attempt=self.attempt))
+        self._emit(PipelineEnded(pipeline=self.name, step=self.step, reason=reason, error=self.error))
+
+    def _abandon_work(self) -> None:
+        for future in self._futures:
+            future.cancel()
+        self._futures.clear()
+        self._waiting_for.clear()
+        self._batch = self._saving = None
+        self._iteration = 0
+
+    # -- reports ----------------------------------------------------------------------------------------------
+
+    def handle(self, report: PipelineReport) -> None:
+        """Take one worker report; reports of earlier attempts are dropped."""
+        if report.attempt != self.attempt or self.over:
+            return
+        match report:
+            case Opened():
+                self._arrived(report.worker, lambda: self._opened(report.parameters))
+            case Sampled():
+                self._sampled(report)
+            case Trained():
+                merge_stats(self._train_stats, report.stats)
+                self._arrived(report.worker, self._trained)
+            case Updated():
+                self._update_stats = dict(report.stats)
+                self._arrived(report.worker, self._updated)
+            case Saved():
+                self._saved(report)
+            case SaveFailed():
+                self._save_failed(report)
+            case PipelineFailed():
+                if report.traceback:
+                    self._note("error", f"{self.name}: worker {report.worker}:\n{report.traceback}")
+                self.fail(f"{self.name}: {report.error}")
+
+    def _arrived(self, worker: int, then: Callable[[], None]) -> None:
+        """Count one worker's answer; go on when all have answered."""
+        self._waiting_for.discard(worker)
+        if not self._waiting_for:
+            then()
+
+    def _opened(self, parameters: int) -> None:
+        self._announce(parameters)
+        if self._ending:
+            self._end(self._ending)
+        else:
+            self._begin_step()
+
+    def _announce(self, parameters: int) -> None:
+        config = self.plan.config
+        self._emit(
+            PipelineStarted(
+                pipeline=self.name,
+                step=self.step,
+                steps=config.steps,
+                model=config.model,
+                task=config.task,
+                parameters=parameters,
+            )
+        )
+
+    # -- rollout and score ------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        config = self.plan.config
+        self._entered = {}
+        self._enter("rollout")
+        task = self.plan.task
+        indices = prompt_indices(task, step=self.step, prompts=config.rollout.prompts, seed=config.seed)
+        chat = {"auto": None, "chat": True, "plain": False}[config.rollout.prompt_format]
+        examples = [task.example(index) for index in indices]
+        prompts = [self.plan.tokenizer.encode_prompt(e.prompt, chat=chat) for e in examples]
+        self._batch = StepBatch.of(self.step, examples, prompts, config.algorithm.group_size)
+        params = SamplingParams(
+            max_tokens=config.rollout.max_tokens,
+            temperature=config.rollout.temperature,
+            top_k=config.rollout.top_k,
+            top_p=config.rollout.top_p,
+            end_token_ids=self.plan.tokenizer.end_token_ids,
+            stop=tuple(config.rollout.stop),
+        )
+        for worker, requests in enumerate(self._batch.requests(config, params, self.workers)):
+            if requests:
+                self._send(
+                    worker,
+                    Generate(pipeline=self.name, attempt=self.attempt, step=self.step, requests=tuple(requests)),
+                )
+
+    def _sampled(self, report: Sampled) -> None:
+        batch = self._batch
+        assert batch is not None
+        for completion, started in zip(report.completions, report.started, strict=True):
+            j, sample = batch.end(completion)
+            group = batch.groups[j]
+            self._emit(
+                SequenceEnded(
+                    pipeline=self.name,
+                    step=self.step,
+                    prompt=j,
+                    sample=sample,
+                    worker=report.worker,
+                    prompt_tokens=len(group.prompt),
+                    tokens=len(completion.tokens),
+                    finish=completion.finish.value,
+                    preemptions=completion.preemptions,
+                    start=started,
+                    end=report.ended,
+                )
+            )
+            if group.ended:
+                self._score(group)
+        if batch.ended:
+            self._enter("score")
+            self.collect_rewards()
+
+    def _score(self, group: Group) -> None:
+        count = len(group.completions)
+        future = self._rewards.submit(
+            self.name,
+            step=self.step + 1,
+            prompts=[group.example.prompt] * count,
+            completions=group.texts,
+            columns={name: [value] * count for name, value in group.example.columns.items()},
+        )
+        self._futures[future] = group
+        future.add_done_callback(lambda _: self._wake())
+
+    def collect_rewards(self) -> None:
+        """Take the rewards that have come back; start training when all are there."""
+        for future in [f for f in self._futures if f.done()]:
+            group = self._futures.pop(future)
+            try:
+                group.rewards = future.result()
+            except RewardError as error:
+                self.fail(str(error))
+                return
+        if self.stage == "score" and self._batch is not None and self._batch.scored:
+            self._begin_training()
+
+    # -- train and update -------------------------------------------------------------------------------------
+
+    def _begin_training(self) -> None:
+        config, batch = self.plan.config, self._batch
+        assert batch is not None
+        self._enter("train")
+        groups = batch.train_groups(config.algorithm.scale_rewards)
+        if not groups:
+            self._note("warning", f"{self.name}: no sample of step {self.step + 1} has a reward; no update is made.")
+            self._finish_step()
+            return
+        self._plans = plan_micro_batches(groups, workers=self.workers, micro_tokens=config.train.micro_tokens)
+        self._totals = totals(groups, config.rollout.max_tokens)
+        self._send_micro_batches()
+
+    def _send_micro_batches(self) -> None:
+        self._train_stats = {}
+        self._waiting_for = set(range(self.workers))
+        self._send_all(
+            lambda worker: TrainBatches(
+                pipeline=self.name,
+                attempt=self.attempt,
+                step=self.step,
+                batches=tuple(self._plans[worker]),
+                totals=self._totals,
+            )
+        )
+
+    def _trained(self) -> None:
+        if "update" not in self._entered:
+            self._enter("update")
+        self._waiting_for = set(range(self.workers))
+        self._ask_lease(self.name)
+
+    def granted(self, lease: Lease) -> None:
+        """The lease for the update is here: all its workers reduce and step."""
+        update = self.step * self.plan.config.algorithm.iterations + self._iteration
+        self._send_all(
+            lambda _: Update(
+                pipeline=self.name, attempt=self.attempt, step=self.step, update=update, lease=lease
+            )
+        )
+
+    def _updated(self) -> None:
+        self._iteration += 1
+        if self._iteration < self.plan.config.algorithm.iterations:
+            self._send_micro_batches()
+        else:
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        batch, config = self._batch, self.plan.config
+        assert batch is not None
+        now = time.time()
+        metrics = batch.metrics() | self._learning_metrics() | self._times(now)
+        metrics["tokens_per_s"] = metrics["tokens"] / max(metrics["time_s"], 1e-9)
+        self._emit(StepEnded(pipeline=self.name, step=self.step, metrics=metrics))
+        self.step += 1
+        self._batch, self._iteration = None, 0
+        if self.step >= config.steps:
+            self._ending = "finished"
+        if self._ending:
+            self._settle()
+            return
+        if self.step % config.checkpoint.every == 0 and self._saving is None:
+            self._begin_save()
+        self._begin_step()
+
+    def _learning_metrics(self) -> dict[str, float]:
+        """Means over trained tokens from the sums that workers reported, and what the update reported."""
+        sums, tokens = self._train_stats, max(self._train_stats.get("tokens", 0.0), 1.0)
+        if not sums:
+            return {}
+        return {
+            "loss": sums["loss"],
+            "kl": sums["kl"] / tokens,
+            "entropy": sums["entropy"] / tokens,
+            "clip_fraction": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+            "logprob_diff_mean": sums["gap_sum"] / tokens,
+            "logprob_diff_max": sums["gap_max"],
+            "grad_norm": self._update_stats["grad_norm"],
+            "lr": self._update_stats["lr"],
+        }
+
+    def _times(self, now: float) -> dict[str, float]:
+        stages = [*self._entered.items(), ("end", now)]
+        spent = {f"{name}_s": later - start for (name, start), (_, later) in zip(stages, stages[1:], strict=False)}
+        defaults = dict.fromkeys(("rollout_s", "score_s", "train_s", "update_s"), 0.0)
+        return defaults | spent | {"time_s": now - self._entered["rollout"]}
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """On the way out: forget unfinished work, save what is not saved, then end."""
+        assert self._ending is not None
+        if self._saving is not None and self._saving[0] == self.step:
+            return  # ends when that is published
+        if self._batch is not None:
+            self.attempt += 1
+            self._abandon_work()
+            self._send_all(lambda _: DropWork(pipeline=self.name, attempt=self.attempt))
+        if self.stage in ("new", "load") or self.saved_step == self.step:
+            self._end(self._ending)
+        elif self._saving is None:
+            self._begin_save()
+
+    def _begin_save(self) -> None:
+        try:
+            folder = checkpoint.begin(self.plan.folder, self.step)
+        except CheckpointError as error:
+            self._could_not_save(str(error))
+            return
+        if self._ending:
+            self._enter("checkpoint")
+        self._saving = (self.step, folder, time.time(), set(range(self.workers)), 0)
+        self._send_all(
+            lambda _: Save(
+                pipeline=self.name,
+                attempt=self.attempt,
+                step=self.step,
+                folder=str(folder),
+                source=str(self.plan.model_folder),
+            )
+        )
+
+    def _saved(self, report: Saved) -> None:
+        if self._saving is None or report.step != self._saving[0]:
+            return
+        step, folder, started, waiting, size = self._saving
+        waiting.discard(report.worker)
+        size += report.bytes
+        self._saving = (step, folder, started, waiting, size)
+        if waiting:
+            return
+        self._saving = None
+        try:
+            path = checkpoint.publish(folder, self._state(step), keep=self.plan.config.checkpoint.keep)
+        except CheckpointError as error:
+            self._could_not_save(str(error))
+            return
+        self.saved_step, self.saved_path = step, path
+        self._emit(
+            CheckpointSaved(
+                pipeline=self.name, step=step, path=str(path), bytes=size, duration_s=time.time() - started
+            )
+        )
+        if self._ending:
+            self._settle()
+
+    def _state(self, step: int) -> dict:
+        config = self.plan.config
+        return {
+            "step": step,
+            "seed": config.seed,
+            "next_prompt": step * config.rollout.prompts,
+            "workers": self.workers,
+            "config": config.model_dump(mode="json"),
+        }
+
+    def _save_failed(self, report: SaveFailed) -> None:
+        if self._saving is not None and report.step == self._saving[0]:
+            self._saving = None
+            self._could_not_save(report.error)
+
+    def _could_not_save(self, error: str) -> None:
+        if self._ending:
+            self.fail(f"{self.name}: the checkpoint of step {self.step} could not be written: {error}")
+        else:
+            self._note("error", f"{self.name}: no checkpoint at step {self.step}: {error} Training goes on.")
+
+    # -- small things -----------------------------------------------------------------------------------------
+
+    def _enter(self, stage: str) -> None:
+        self.stage = stage
+        self._entered[stage] = time.time()
+        self._emit(StageEntered(pipeline=self.name, step=self.step, stage=stage))
+
+    def _send_all(self, command: Callable[[int], Command]) -> None:
+        for worker in range(self.workers):
+            self._send(worker, command(worker))
+
+    def _note(self, level: str, message: str) -> None:
+        self._emit(Note(level=level, message=message, pipeline=self.name))

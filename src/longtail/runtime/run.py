@@ -1,0 +1,190 @@
+"""`longtail run`: from checked jobs to a finished run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from longtail.cluster.protocol import Cluster
+from longtail.core.errors import ConfigError
+from longtail.core.events import Note, RunEnded, RunStarted, Sink
+from longtail.engine.tokenizer import Tokenizer
+from longtail.observe.fanout import FanOut
+from longtail.observe.lock import lock_run
+from longtail.observe.store import RunStore, read_events
+from longtail.observe.summary import RunSummary, summarise
+from longtail.observe.tensorboard import TensorBoardSink
+from longtail.observe.terminal import console_sink
+from longtail.rl.reward_pool import RewardPool, RewardSpec
+from longtail.rl.tasks import load_task
+from longtail.runtime.check import CheckedJobs
+from longtail.runtime.controller import Controller
+from longtail.runtime.jobfile import JobFile, dump_resolved, load_jobs
+from longtail.runtime.pipeline import PipelinePlan
+from longtail.runtime.resume import compare_for_resume
+
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to. ``reason`` is ``finished``, ``failed`` (some pipeline failed) or ``interrupted``."""
+
+    folder: Path
+    reason: str
+    checkpoints: dict[str, Path | None]
+    errors: dict[str, str]
+
+    def summary(self) -> RunSummary:
+        """The figures of the whole run, over all its starts, from the event log."""
+        return summarise(read_events(self.folder))
+
+    def checkpoint(self, pipeline: str) -> Path:
+        """The newest checkpoint folder of a pipeline. Raises ``KeyError`` if there is none."""
+        path = self.checkpoints[pipeline]
+        if path is None:
+            raise KeyError(f"{pipeline} has no checkpoint")
+        return path
+
+
+def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, quiet: bool = False) -> RunResult:
+    """Train all pipelines of a job file, resuming what the run folder holds.
+
+    Raises ``ConfigError`` when the folder belongs to a live run or to different jobs, ``CapacityError`` when the
+    workers cannot be had.
+    """
+    jobs = job_file.jobs
+    folder = Path(jobs.runs_dir) / job_file.run_name
+    if fresh:
+        _set_aside(folder)
+    with lock_run(folder), contextlib.ExitStack() as stack:
+        notes, resumed = _compare_with_earlier(folder, job_file)
+        dump_resolved(jobs, folder / CONFIG_FILE)
+        sinks: list[Sink] = [RunStore(folder), TensorBoardSink(folder / "tensorboard")]
+        if not quiet:
+            sinks.append(console_sink())
+        sink = FanOut(sinks)
+        stack.callback(sink.close)
+        rewards = RewardPool(processes=jobs.reward_processes, log_path=folder / "rewards.log")
+        stack.callback(rewards.close)
+        cluster = _start_cluster(checked, jobs.ray)
+        stack.callback(cluster.close)
+        sink.write(_run_started(checked, job_file, cluster, resumed))
+        for message in [*notes, *checked.warnings]:
+            sink.write(Note(level="warning", message=message))
+        controller = Controller(cluster, _plans(checked, job_file, folder, rewards), rewards=rewards, sink=sink)
+        with _interruptible(controller):
+            controller.run()
+        result = _result(folder, controller)
+        sink.write(RunEnded(reason=result.reason))
+    return result
+
+
+def _start_cluster(checked: CheckedJobs, address: str) -> Cluster:
+    from longtail.cluster.ray_cluster import RayCluster  # ray takes a second to import
+
+    return RayCluster(workers=checked.workers, threads=checked.threads_per_worker, address=address)
+
+
+def _run_started(checked: CheckedJobs, job_file: JobFile, cluster: Cluster, resumed: bool) -> RunStarted:
+    from longtail import __version__
+
+    return RunStarted(
+        run=job_file.run_name,
+        version=__version__,
+        workers=cluster.workers,
+        devices=list(cluster.devices),
+        pipelines=list(checked.pipelines),
+        resumed=resumed,
+    )
+
+
+def _plans(checked: CheckedJobs, job_file: JobFile, folder: Path, rewards: RewardPool) -> list[PipelinePlan]:
+    base = job_file.path.parent
+    plans = []
+    for name, found in checked.pipelines.items():
+        config = job_file.jobs.pipelines[name]
+        spec = RewardSpec(
+            task=config.task,
+            task_args=config.task_args,
+            seed=config.seed,
+            rewards=tuple(config.rewards),
+            base=base,
+            timeout_s=config.reward_timeout_s,
+        )
+        rewards.open(name, spec)
+        plans.append(
+            PipelinePlan(
+                name=name,
+                config=config,
+                model_folder=found.model_folder,
+                folder=folder / name,
+                kv_blocks=found.kv_blocks,
+                task=load_task(config.task, config.task_args, seed=config.seed, base=base),
+                tokenizer=Tokenizer.load(found.model_folder),
+            )
+        )
+    return plans
+
+
+def _compare_with_earlier(folder: Path, job_file: JobFile) -> tuple[list[str], bool]:
+    """Notes on keys that changed since the folder's last start, and whether there was one."""
+    config = folder / CONFIG_FILE
+    if not config.exists():
+        return [], False
+    changes = compare_for_resume(load_jobs(config).jobs, job_file.jobs)
+    if changes.problems:
+        raise ConfigError("\n".join(f"{job_file.path}: {problem}" for problem in changes.problems))
+    return list(changes.notes), True
+
+
+def _set_aside(folder: Path) -> None:
+    """Move an earlier run out of the way, to the first free ``NAME.1``, ``NAME.2``, ..."""
+    if not folder.exists():
+        return
+    with lock_run(folder):
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        folder.rename(aside)
+
+
+def _result(folder: Path, controller: Controller) -> RunResult:
+    drivers = controller.drivers
+    stages = {d.stage for d in drivers.values()}
+    reason = "failed" if "failed" in stages else "interrupted" if "interrupted" in stages else "finished"
+    return RunResult(
+        folder=folder,
+        reason=reason,
+        checkpoints={name: d.saved_path for name, d in drivers.items()},
+        errors={name: d.error for name, d in drivers.items() if d.error},
+    )
+
+
+@contextlib.contextmanager
+def _interruptible(controller: Controller) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM, SIGHUP) lets pipelines save and end; the second ends the process at once."""
+    seen = 0
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 1:
+            os._exit(130)
+        controller.interrupt()
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    try:
+        before = {s: signal.signal(s, on_signal) for s in signals}
+    except ValueError:  # not the main thread: signals are the caller's business
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

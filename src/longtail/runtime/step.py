@@ -1,0 +1,130 @@
+"""The samples of one training step: which are wanted, which have ended, what they were worth.
+
+Invariant (exactly once): each (prompt, sample) of the step ends exactly once; a second end is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from longtail.core.config import Pipeline
+from longtail.core.seeds import derive_seed
+from longtail.core.types import Completion, Request, SamplingParams, StepTotals, TrainGroup, TrainSample
+from longtail.rl.advantages import group_advantages
+from longtail.rl.tasks import Example
+
+
+@dataclass
+class Group:
+    """One prompt of the step and its samples so far; ``rewards`` is None until scored."""
+
+    example: Example
+    prompt: np.ndarray
+    completions: list[Completion | None]
+    rewards: list[float | None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return all(c is not None for c in self.completions)
+
+    @property
+    def texts(self) -> list[str]:
+        return [c.text for c in self.completions if c is not None]
+
+
+@dataclass
+class StepBatch:
+    """All groups of one step; ``step`` is the number of steps done before it."""
+
+    step: int
+    groups: list[Group]
+    _parts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: int, examples: Sequence[Example], prompts: Sequence[np.ndarray], group_size: int) -> StepBatch:
+        groups = [Group(e, p, [None] * group_size) for e, p in zip(examples, prompts, strict=True)]
+        return cls(step, groups)
+
+    def requests(self, config: Pipeline, params: SamplingParams, workers: int) -> list[list[Request]]:
+        """The requests for each worker: whole groups in turn, split only when there are fewer prompts than workers.
+
+        Every sample's seed depends on (pipeline seed, step, prompt, sample) alone.
+        """
+        size = config.algorithm.group_size
+        parts = min(size, max(1, -(-workers // len(self.groups))))
+        bounds = [(size * i // parts, size * (i + 1) // parts) for i in range(parts)]
+        placed: list[list[Request]] = [[] for _ in range(workers)]
+        for j, group in enumerate(self.groups):
+            for i, (first, last) in enumerate(bounds):
+                request = Request(
+                    request_id=f"{self.step}/{j}/{first}",
+                    prompt=group.prompt,
+                    seeds=tuple(derive_seed(config.seed, "sample", self.step, j, s) for s in range(first, last)),
+                    params=params,
+                )
+                self._parts[request.request_id] = (j, first)
+                placed[(j * parts + i) % workers].append(request)
+        return placed
+
+    def end(self, completion: Completion) -> tuple[int, int]:
+        """Record a finished sample; returns its (prompt, sample). Raises ``RuntimeError`` on a second end."""
+        j, first = self._parts[completion.request_id]
+        sample = first + completion.sample
+        if self.groups[j].completions[sample] is not None:
+            raise RuntimeError(f"sample {sample} of prompt {j} of step {self.step} ended twice")
+        self.groups[j].completions[sample] = completion
+        return j, sample
+
+    @property
+    def ended(self) -> bool:
+        return all(g.ended for g in self.groups)
+
+    @property
+    def scored(self) -> bool:
+        return all(g.rewards is not None for g in self.groups)
+
+    def completions(self) -> Iterator[Completion]:
+        for group in self.groups:
+            yield from (c for c in group.completions if c is not None)
+
+    def train_groups(self, scale: str) -> list[TrainGroup]:
+        """What the trainer learns from: samples whose reward is None are left out."""
+        groups = []
+        for group in self.groups:
+            assert group.rewards is not None
+            advantages = group_advantages(group.rewards, scale=scale)
+            samples = tuple(
+                TrainSample(tokens=c.tokens, logprobs=c.logprobs, advantage=float(advantage))
+                for c, reward, advantage in zip(group.completions, group.rewards, advantages, strict=True)
+                if c is not None and reward is not None
+            )
+            if samples:
+                groups.append(TrainGroup(prompt=group.prompt, samples=samples))
+        return groups
+
+    def metrics(self) -> dict[str, float]:
+        """Rewards and lengths of the step (see docs/metrics)."""
+        lengths = np.array([len(c.tokens) for c in self.completions()])
+        rewards = [[r for r in g.rewards or () if r is not None] for g in self.groups]
+        flat = np.array([r for group in rewards for r in group])
+        truncated = np.mean([c.finish == "length" for c in self.completions()])
+        return {
+            "reward_mean": float(flat.mean()) if len(flat) else float("nan"),
+            "reward_std": float(flat.std()) if len(flat) else float("nan"),
+            "flat_group_fraction": float(np.mean([len(set(group)) <= 1 for group in rewards])),
+            "sequences": float(len(lengths)),
+            "tokens": float(lengths.sum()),
+            "length_mean": float(lengths.mean()),
+            "length_max": float(lengths.max()),
+            "truncated_fraction": float(truncated),
+            "preemptions": float(sum(c.preemptions for c in self.completions())),
+        }
+
+
+def totals(groups: Sequence[TrainGroup], max_tokens: int) -> StepTotals:
+    """Counts over the global batch by which losses are normalised."""
+    samples = [s for g in groups for s in g.samples]
+    return StepTotals(samples=len(samples), tokens=sum(len(s.tokens) for s in samples), max_tokens=max_tokens)

@@ -1,0 +1,128 @@
+"""Runs pipelines on an in-process cluster: the real controller, workers, rewards and checkpoints, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from longtail.core.config import Pipeline
+from longtail.core.events import Event, Note, SequenceEnded, StepEnded
+from longtail.engine.models import resolve_model
+from longtail.engine.tokenizer import Tokenizer
+from longtail.rl.reward_pool import RewardPool, RewardSpec
+from longtail.rl.tasks import load_task
+from longtail.runtime.controller import Controller
+from longtail.runtime.pipeline import PipelinePlan
+from tests.inline_cluster import InlineCluster
+
+
+@dataclass
+class Recorder:
+    """A sink that keeps everything, and may do something on an event."""
+
+    on_event: Callable[[Event], None] = lambda event: None
+    events: list[Event] = field(default_factory=list)
+
+    def write(self, event: Event) -> None:
+        self.events.append(event)
+        self.on_event(event)
+
+    def close(self) -> None:
+        pass
+
+    def steps(self, pipeline: str) -> dict[int, dict[str, float]]:
+        """Metrics by step; after a rollback the last word counts."""
+        return {e.step: e.metrics for e in self.events if isinstance(e, StepEnded) and e.pipeline == pipeline}
+
+    def sequences(self, pipeline: str) -> list[SequenceEnded]:
+        return [e for e in self.events if isinstance(e, SequenceEnded) and e.pipeline == pipeline]
+
+    def notes(self) -> list[str]:
+        return [e.message for e in self.events if isinstance(e, Note)]
+
+
+def small_pipeline(**changes: Any) -> Pipeline:
+    """A quick job on the tiny model in float64 (where results do not depend on batching); nested keys by ``__``."""
+    values: dict[str, Any] = {
+        "model": "tiny",
+        "task": "reverse-text",
+        "dtype": "float64",
+        "steps": 3,
+        "algorithm": {"group_size": 4},
+        "rollout": {"prompts": 3, "max_tokens": 24},
+        "train": {"lr": 1e-3, "micro_tokens": 256},
+        "checkpoint": {"every": 1},
+    }
+    for key, value in changes.items():
+        section, _, name = key.rpartition("__")
+        if section:
+            values[section] = {**values.get(section, {}), name: value}
+        else:
+            values[name] = value
+    return Pipeline.model_validate(values)
+
+
+@dataclass
+class Outcome:
+    controller: Controller
+    record: Recorder
+    cluster: InlineCluster
+
+    def weights(self, pipeline: str) -> dict[str, torch.Tensor]:
+        path = self.controller.drivers[pipeline].saved_path
+        assert path is not None
+        return load_file(path / "model.safetensors")
+
+
+def run_inline(
+    jobs: dict[str, Pipeline],
+    folder: Path,
+    *,
+    workers: int = 1,
+    kv_blocks: int = 2000,
+    base: Path | None = None,
+    on_event: Callable[[Event, InlineCluster, Controller], None] | None = None,
+) -> Outcome:
+    """Run ``jobs`` to their end in ``folder``; ``on_event`` may kill workers or interrupt."""
+    cluster = InlineCluster(workers)
+    rewards = RewardPool(processes=1, log_path=folder / "rewards.log")
+    record = Recorder()
+    try:
+        plans = [plan(name, job, folder, kv_blocks, rewards, base or folder) for name, job in jobs.items()]
+        controller = Controller(cluster, plans, rewards=rewards, sink=record)
+        if on_event is not None:
+            record.on_event = lambda event: on_event(event, cluster, controller)
+        controller.run()
+    finally:
+        cluster.close()
+        rewards.close()
+    return Outcome(controller, record, cluster)
+
+
+def plan(name: str, job: Pipeline, folder: Path, kv_blocks: int, rewards: RewardPool, base: Path) -> PipelinePlan:
+    model_folder = resolve_model(job.model)
+    rewards.open(
+        name,
+        RewardSpec(
+            task=job.task,
+            task_args=job.task_args,
+            seed=job.seed,
+            rewards=tuple(job.rewards),
+            base=base,
+            timeout_s=job.reward_timeout_s,
+        ),
+    )
+    return PipelinePlan(
+        name=name,
+        config=job,
+        model_folder=model_folder,
+        folder=folder / name,
+        kv_blocks=kv_blocks,
+        task=load_task(job.task, job.task_args, seed=job.seed, base=base),
+        tokenizer=Tokenizer.load(model_folder),
+    )
