@@ -47,7 +47,8 @@ def run_longtail_arm(model: str) -> None:
                     "seed": seed,
                 }
             )
-            result = longtail.run({"job": job}, workers=len(os.sched_getaffinity(0)), runs_dir=runs, quiet=True)
+            jobs = longtail.Jobs(pipelines={"job": job}, workers=len(os.sched_getaffinity(0)), runs_dir=runs)
+            result = longtail.run(jobs, quiet=True)
             ended = [e.metrics for e in read_events(result.folder) if isinstance(e, StepEnded)]
         return {
             "seconds": [m["time_s"] for m in ended],

@@ -182,7 +182,10 @@ def train(
         smooth = loss.item() if smooth is None else 0.95 * smooth + 0.05 * loss.item()
         if step % 50 == 49 or step == steps - 1:
             elapsed = time.monotonic() - began
-            print(f"{phase} {step + 1}/{steps}  loss {smooth:.4f}  {seen / elapsed:,.0f} tok/s  {elapsed:.0f} s", flush=True)
+            print(
+                f"{phase} {step + 1}/{steps}  loss {smooth:.4f}  {seen / elapsed:,.0f} tok/s  {elapsed:.0f} s",
+                flush=True,
+            )
 
 
 # Evaluation ---------------------------------------------------------------------------------------------------------
@@ -211,7 +214,11 @@ def evaluate(
 def rewards(model, tokenizer, task: Task, examples, *, greedy: bool) -> list[float]:
     inputs = tokenizer([e.prompt for e in examples], return_tensors="pt", padding=True)
     inputs.pop("token_type_ids", None)
-    out = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=not greedy, temperature=1.0, top_k=0, top_p=1.0) if not greedy else model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
+    out = (
+        model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=not greedy, temperature=1.0, top_k=0, top_p=1.0)
+        if not greedy
+        else model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
+    )
     texts = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     columns = {key: [e.columns[key] for e in examples] for key in examples[0].columns}
     assert task.score is not None
@@ -224,7 +231,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1200, help="steps on right answers")
     parser.add_argument("--blur-steps", type=int, default=80, help="steps on answers with mistakes")
-    parser.add_argument("--blur", type=float, nargs=3, default=(0.1, 0.1, 0.1), help="mistakes per element of each task")
+    parser.add_argument(
+        "--blur", type=float, nargs=3, default=(0.1, 0.1, 0.1), help="mistakes per element of each task"
+    )
     parser.add_argument("--batch-tokens", type=int, default=3072)
     parser.add_argument("--lr", type=float, default=4e-3, help="AdamW, embeddings and norms")
     parser.add_argument("--matrix-lr", type=float, default=4e-3, help="Muon, matrices")
@@ -243,12 +252,26 @@ def main() -> None:
     if args.from_clean:
         model.load_state_dict(torch.load(args.from_clean))
     else:
-        train(model, data.batches(args.batch_tokens, {}), phase="learn", steps=args.steps, lr=args.lr, matrix_lr=args.matrix_lr)
+        train(
+            model,
+            data.batches(args.batch_tokens, {}),
+            phase="learn",
+            steps=args.steps,
+            lr=args.lr,
+            matrix_lr=args.matrix_lr,
+        )
         if args.save_clean:
             torch.save(model.state_dict(), args.save_clean)
     print(json.dumps(evaluate(model, tokenizer, tasks, prompts=32, samples=8)), flush=True)
     rates = dict(zip(TASKS, args.blur, strict=True))
-    train(model, data.batches(args.batch_tokens, rates), phase="blur", steps=args.blur_steps, lr=args.lr / 4, matrix_lr=args.matrix_lr / 4)
+    train(
+        model,
+        data.batches(args.batch_tokens, rates),
+        phase="blur",
+        steps=args.blur_steps,
+        lr=args.lr / 4,
+        matrix_lr=args.matrix_lr / 4,
+    )
     model = model.to(torch.bfloat16)
     report = evaluate(model.float(), tokenizer, tasks, prompts=64, samples=8)
     print(json.dumps(report, indent=1), flush=True)

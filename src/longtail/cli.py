@@ -21,7 +21,7 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -43,11 +43,9 @@ def main(
 ) -> None:
     """Train several RL post-training pipelines on the same workers.
 
-    Begin with
-
-        longtail doctor                      # does this machine have what is needed?
-
-        longtail run examples/demo.yaml      # two small pipelines, a few minutes on two CPU cores
+    \b
+    longtail doctor                   # has this machine what is needed?
+    longtail run examples/demo.yaml   # two small pipelines, some minutes
     """
 
 
@@ -69,26 +67,27 @@ def run(
 ) -> None:
     """Train the pipelines of a job file together, with live progress.
 
-    Examples:
-
-        longtail run jobs.yaml --check       # is everything there, and does it fit? Nothing is trained
-
-        longtail run jobs.yaml               # train; the same command again resumes after Ctrl-C or a crash
-
-        longtail run jobs.yaml --fresh       # train from the start; the earlier run is set aside
-
-        longtail run jobs.yaml --name lr3    # a second run of the same file, in runs/lr3
+    \b
+    longtail run jobs.yaml --check      # is all there, and does it fit?
+    longtail run jobs.yaml              # train; once more: resume
+    longtail run jobs.yaml --fresh      # start over, keep the earlier run
+    longtail run jobs.yaml --name lr3   # a second run, in runs/lr3
 
     The smallest job file:
 
-        pipelines:
+    \b
+    pipelines:
+      rev: {model: tiny, task: reverse-text}
 
-          rev: {model: tiny, task: reverse-text}
+    docs/configuration.md lists every key. One Ctrl-C saves and ends the run, a second one ends it at once.
 
-    One Ctrl-C saves and ends the run, a second one ends it at once.
+    Exit codes:
 
-    Exit codes: 0 every pipeline finished; 1 a pipeline failed (the others went on); 2 the job file, a model, the data
-    or the memory cannot work, and nothing was started; 130 interrupted.
+    \b
+      0    every pipeline finished
+      1    a pipeline failed; the others went on to their end
+      2    the jobs cannot work as they are, and nothing was started
+      130  interrupted
     """
     from longtail.core.errors import LongtailError
 
@@ -108,13 +107,11 @@ def doctor(
 ) -> None:
     """Say what this machine has, what is missing, and what to do about it.
 
-    Examples:
+    \b
+    longtail doctor
+    longtail doctor --json | jq .ok
 
-        longtail doctor
-
-        longtail doctor --json | jq .problems
-
-    Exit codes: 0 `longtail run` can work here; 1 it cannot.
+    Exit codes: 0 if `longtail run` can work here, 1 if it cannot.
     """
     from longtail.runtime.doctor import diagnose, print_findings, to_json
 

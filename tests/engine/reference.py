@@ -85,7 +85,7 @@ def reference_logits(model: Decoder, tokens: Tensor | list[int]) -> Tensor:
 
 
 def save_hf_model(folder: Path, hf: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32, **save: Any):
-    """Save transformers' own model of a config with random weights (biases of deviation 2, norms near 1); returns it."""
+    """Save transformers' own model of a config and return it; weights are random, biases large, norms near 1."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf)).to(dtype)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.reference import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, reference_logits, save_hf_model, tiny_hf_config
 
+from engine.reference import (
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    YARN_ROPE,
+    reference_logits,
+    save_hf_model,
+    tiny_config,
+    tiny_hf_config,
+)
 from longtail.engine.checkpoint import export_model, load_model
 from longtail.engine.random import random_model
 
@@ -95,7 +103,7 @@ def test_the_older_spelling_of_rope_in_config_json_gives_the_same_logits(rope_sc
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_exported_random_model_gives_equal_logits_in_transformers(family, tied, tmp_path):
-    from engine.reference import tiny_config
+
     from transformers import AutoModelForCausalLM
 
     model = random_model(tiny_config(family, tie_word_embeddings=tied), seed=3, std=0.1)
@@ -107,7 +115,6 @@ def test_an_exported_random_model_gives_equal_logits_in_transformers(family, tie
 
 
 def test_rope_tables_first_filled_by_the_sampler_serve_training_too(tmp_path):
-    from engine.reference import tiny_config
 
     model = random_model(tiny_config(), seed=0)
     with torch.inference_mode():

@@ -10,10 +10,8 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 from pydantic_core import PydanticCustomError
-
-Positive = Annotated[float, Field(gt=0)]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -25,13 +23,18 @@ def check_name(name: str) -> str:
     """
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"the name {name!r} cannot be a folder name: use 1 to 64 letters, digits, '.', '_' or '-', "
+            f"the name {name!r} cannot be a folder name: use 1 to 64 ASCII letters, digits, '.', '_' or '-', "
             "starting with a letter or digit"
         )
     return name
 
 
 Name = Annotated[str, AfterValidator(check_name)]
+
+
+def unit(name: str) -> dict[str, JsonValue]:
+    """A number's unit, for the configuration reference."""
+    return {"unit": name}
 
 
 class Section(BaseModel):
@@ -45,20 +48,20 @@ class Algorithm(Section):
 
     name: Literal["grpo"] = "grpo"
     """The algorithm: GRPO (arXiv 2402.03300)."""
-    group_size: int = Field(8, ge=1, le=4096, json_schema_extra={"minimum": 2})
+    group_size: int = Field(default=8, ge=1, le=4096, json_schema_extra={"minimum": 2, **unit("samples")})
     """Samples per prompt; their mean reward is the baseline, so at least 2."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
     """The ratio new / old probability is clipped from below at 1 - clip_low."""
-    clip_high: float = Field(0.2, ge=0, le=10)
+    clip_high: float = Field(default=0.2, ge=0, le=10)
     """The ratio is clipped from above at 1 + clip_high."""
-    beta: float = Field(0.0, ge=0, le=10)
+    beta: float = Field(default=0.0, ge=0, le=10)
     """Weight of the KL penalty against the initial model; 0 keeps no reference model."""
     loss: Literal["token", "sequence", "constant"] = "token"
     """Normalisation: over all completion tokens of the step (DAPO), per sequence and then over sequences (GRPO),
     or by a constant, samples x max_tokens (Dr. GRPO)."""
     scale_rewards: Literal["group", "none"] = "group"
     """Divide advantages by the group's standard deviation, or not."""
-    iterations: int = Field(1, ge=1, le=64)
+    iterations: int = Field(default=1, ge=1, le=64, json_schema_extra=unit("updates"))
     """Optimizer updates on each step's samples."""
 
     @field_validator("group_size")
@@ -74,15 +77,15 @@ class Algorithm(Section):
 class Rollout(Section):
     """How samples are generated."""
 
-    prompts: int = Field(16, ge=1, le=1_000_000)
+    prompts: int = Field(default=16, ge=1, le=1_000_000, json_schema_extra=unit("prompts"))
     """Prompts per step; a step generates prompts x group_size samples."""
-    max_tokens: int = Field(256, ge=1, le=1_000_000)
+    max_tokens: int = Field(default=256, ge=1, le=1_000_000, json_schema_extra=unit("tokens"))
     """Most tokens that one sample may have."""
-    temperature: float = Field(1.0, ge=0, le=100)
+    temperature: float = Field(default=1.0, ge=0, le=100)
     """Sampling temperature; 0 is greedy. Losses and KL use log-probabilities at this temperature."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0, json_schema_extra=unit("tokens"))
     """Sample only among the k likeliest tokens; 0 is off."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample only among the likeliest tokens that together hold this probability; 1 is off."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a sample, besides the model's end tokens."""
@@ -90,11 +93,11 @@ class Rollout(Section):
     """Wrap prompts in the tokenizer's chat template, or not; auto does where the tokenizer has one."""
     long_prompts: Literal["error", "skip"] = "error"
     """What to do with prompts that leave no room for max_tokens in the model's context (or KV memory)."""
-    max_running: int = Field(256, ge=1, le=65536)
+    max_running: int = Field(default=256, ge=1, le=65536, json_schema_extra=unit("sequences"))
     """Most sequences that one worker decodes together."""
-    chunk_tokens: int = Field(512, ge=16, le=1_000_000)
+    chunk_tokens: int = Field(default=512, ge=16, le=1_000_000, json_schema_extra=unit("tokens"))
     """Most prompt tokens that one prefill quantum computes."""
-    kv_gib: float | None = Field(None, gt=0)
+    kv_gib: float | None = Field(default=None, gt=0, json_schema_extra=unit("GiB"))
     """KV cache memory on each worker, GiB; by default what the whole batch needs, capped by free memory. When it
     runs out, sequences are preempted and recomputed: slower, same tokens."""
 
@@ -102,32 +105,32 @@ class Rollout(Section):
 class Train(Section):
     """How weights are updated (AdamW)."""
 
-    lr: float = Field(1e-6, gt=0, le=10)
+    lr: float = Field(default=1e-6, gt=0, le=10)
     """Peak learning rate."""
-    micro_tokens: int = Field(4096, ge=1)
+    micro_tokens: int = Field(default=4096, ge=1, json_schema_extra=unit("tokens"))
     """Tokens of one training micro-batch (prompt tokens of a group count once)."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, json_schema_extra=unit("steps"))
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay from the end of warm-up to the pipeline's last step."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.999), strict=False
+        default=(0.9, 0.999), strict=False
     )
     """AdamW's moment decay rates."""
-    eps: float = Field(1e-8, gt=0, le=1)
+    eps: float = Field(default=1e-8, gt=0, le=1)
     """AdamW's epsilon."""
-    weight_decay: float = Field(0.0, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float | None = Field(1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this; null is off."""
 
 
 class Checkpoints(Section):
     """When weights and optimizer are saved."""
 
-    every: int = Field(20, ge=1)
+    every: int = Field(default=20, ge=1, json_schema_extra=unit("steps"))
     """Steps between checkpoints; the last step is always saved."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1, json_schema_extra=unit("checkpoints"))
     """How many of the latest to keep."""
 
 
@@ -135,23 +138,23 @@ class Pipeline(Section):
     """One RL job."""
 
     model: str = Field(min_length=1)
-    """A built-in name (tiny, smollm2-135m), a local folder, or a Hugging Face hub id."""
+    """A built-in name (tiny, smollm2-135m), a folder (relative to the job file), or a Hugging Face hub id."""
     task: str = Field(min_length=1)
-    """collatz, scratchpad, reverse-text, reasoning_gym/NAME, or a path to a .jsonl file."""
+    """collatz, scratchpad, reverse-text, reasoning_gym/NAME, or a .jsonl file (relative to the job file)."""
     task_args: dict[str, Any] = {}
     """Arguments of the task, such as max_n of collatz, or the column names of a JSONL file."""
     reward: str | list[str] | None = None
     """Reward functions, module:function (looked up beside the job file first), with TRL's signature
     f(prompts, completions, **columns) -> list[float]; several are added up. Default: the task's own."""
-    reward_timeout_s: Positive = 60.0
+    reward_timeout_s: float = Field(default=60.0, gt=0, json_schema_extra=unit("seconds"))
     """Seconds that one call of a reward function may take."""
     algorithm: Algorithm = Algorithm()
     rollout: Rollout = Rollout()
     train: Train = Train()
     checkpoint: Checkpoints = Checkpoints()
-    steps: int = Field(100, ge=1)
+    steps: int = Field(default=100, ge=1, json_schema_extra=unit("steps"))
     """Training steps."""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of prompts and of all sampling."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of weights and computation."""
@@ -183,15 +186,15 @@ class Jobs(Section):
 
     name: Name | None = None
     """Name of the run and of its folder; by default the job file's name. Running it again resumes."""
-    runs_dir: str = Field("runs", min_length=1)
+    runs_dir: str = Field(default="runs", min_length=1)
     """Folder of run folders, relative to the working directory."""
-    ray: str = Field("local", min_length=1)
+    ray: str = Field(default="local", min_length=1)
     """local starts Ray on this machine; auto or an address (host:port, ray://host:port) joins a cluster."""
-    workers: int | None = Field(None, ge=1, le=100_000)
+    workers: int | None = Field(default=None, ge=1, le=100_000, json_schema_extra=unit("processes"))
     """Worker processes, one per device; by default one per GPU, or per two CPU cores (at least 2 where there are 2)."""
-    threads_per_worker: int = Field(1, ge=1, le=1024)
+    threads_per_worker: int = Field(default=1, ge=1, le=1024, json_schema_extra=unit("threads"))
     """CPU threads of each worker."""
-    reward_processes: int = Field(2, ge=1, le=1024)
+    reward_processes: int = Field(default=2, ge=1, le=1024, json_schema_extra=unit("processes"))
     """Processes that run reward functions, beside the controller."""
     pipelines: dict[Name, Pipeline] = Field(min_length=1)
     """The pipelines by name."""

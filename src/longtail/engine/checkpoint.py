@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ class Slot(NamedTuple):
 
     view: Tensor
     shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """The tensor as Hugging Face stores it; a copy where its elements are not adjacent."""
+        return self.view.detach().reshape(self.shape)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -129,8 +133,7 @@ def export_model(model: Decoder, folder: Path, *, source: Path, max_shard_bytes:
 def hf_slots(model: Decoder) -> dict[str, Slot]:
     """The Hugging Face name of every tensor of the model, with its place in the fused parameters."""
     slots = {EMBED: Slot(model.embed, tuple(model.embed.shape))}
-    for i, layer in enumerate(model.layers):
-        assert isinstance(layer, Layer)
+    for i, layer in enumerate(cast("list[Layer]", model.layers)):
         for name, view in _layer_views(layer, model.config):
             rows = view.shape[:-1] if name.endswith("proj.weight") else view.shape
             columns = view.shape[len(rows) :]
@@ -215,15 +218,12 @@ def _check_tensors(config: ModelConfig, files: WeightFiles, slots: dict[str, Slo
 
 
 def _write_weights(model: Decoder, folder: Path, max_shard_bytes: int) -> None:
-    entries = [
-        Entry(name, shape, model.dtype, lambda view=view, shape=shape: view.detach().reshape(shape))
-        for name, (view, shape) in hf_slots(model).items()
-    ]
+    entries = [Entry(name, slot.shape, model.dtype, slot.read) for name, slot in hf_slots(model).items()]
     shards = list(_shards(entries, max_shard_bytes))
     if len(shards) == 1:
         write_safetensors(folder / SINGLE, entries)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
         write_safetensors(folder / file, shard)

@@ -14,7 +14,7 @@ that runs over whole groups with gradients. Both apply QK-norm and RoPE themselv
 from __future__ import annotations
 
 import copy
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         """Final hidden states ``[T, D]``, normed, ready for :meth:`logits`."""
         c = self.config
         x_TD = F.embedding(tokens_T, self.embed)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(cast("list[Layer]", self.layers)):
             h_TD = rms_norm(x_TD, layer.attn_norm, c.rms_eps)
             qkv_TE = F.linear(h_TD, layer.qkv, layer.qkv_bias)
             o_TQ = attend(i, qkv_TE, layer.q_norm, layer.k_norm)

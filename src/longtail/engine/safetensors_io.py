@@ -61,7 +61,7 @@ def write_safetensors(path: Path, entries: Sequence[Entry], *, metadata: dict[st
                 tensor = entry.read().detach().to("cpu", entry.dtype).contiguous()
                 if tuple(tensor.shape) != entry.shape:
                     raise ValueError(f"{entry.name}: shape {tuple(tensor.shape)} instead of {entry.shape}")
-                file.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+                file.write(tensor.flatten().view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

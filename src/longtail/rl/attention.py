@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longtail.engine.config import ModelConfig
@@ -128,7 +127,8 @@ class _GroupAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv_TE: Tensor, plan: GroupAttend) -> Tensor:
-        c, T = plan.config, plan.layout.tokens
+        c: ModelConfig = plan.config
+        T: int = plan.layout.tokens
         G, R, H = c.kv_heads, c.heads_per_kv, c.head_dim
         # One row of zeros after the last token is what padding gathers, so that it can never overflow.
         x_TGXH = qkv_TE.new_zeros(T + 1, G, R + 2, H)
@@ -156,7 +156,8 @@ class _GroupAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_TQ: Tensor) -> tuple[Tensor, None]:
         plan: GroupAttend = ctx.plan
         x_TGXH, o_TGRH, lse_TGR = ctx.saved_tensors
-        T, G, R, H = plan.layout.tokens, *o_TGRH.shape[1:]
+        T: int = plan.layout.tokens
+        G, R, H = o_TGRH.shape[1:]
         g_TGRH = grad_TQ.new_zeros(T + 1, G, R, H)
         g_TGRH[:T] = grad_TQ.view(T, G, R, H)
         dx_TGXH = torch.zeros_like(x_TGXH)

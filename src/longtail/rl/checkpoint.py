@@ -145,26 +145,27 @@ def read_optimizer(path: Path, *, start: int, end: int) -> OptimizerState:
     """Elements ``start .. end`` of the optimizer state, put together from the shards that hold them."""
     parts: list[tuple[int, dict[str, torch.Tensor]]] = []
     labels: set[tuple[int, int, str]] = set()
-    for shard in sorted(p for p in path.iterdir() if SHARD.fullmatch(p.name)):
+    for shard in path.iterdir():
+        if not SHARD.fullmatch(shard.name):
+            continue
         try:
             with safe_open(shard, framework="pt") as file:
                 label = file.metadata()
                 labels.add((int(label["total"]), int(label["updates"]), label["layout"]))
                 first, last = int(label["start"]), int(label["end"])
-                low, high = max(first, start), min(last, end)
-                if low < high or first == start:
-                    parts.append(
-                        (low, {n: file.get_slice(n)[low - first : max(low, high) - first] for n in file.keys()})
-                    )
+                here = slice(max(first, start) - first, min(last, end) - first)
+                if here.start < here.stop:
+                    names = file.keys()
+                    parts.append((first, {name: file.get_slice(name)[here] for name in names}))
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"cannot read {shard}: {error}") from error
     if len(labels) != 1:
         raise CheckpointError(f"the optimizer files in {path} are of {len(labels)} different states, not of one")
     ((total, updates, layout),) = labels
     parts.sort(key=lambda part: part[0])
-    names = parts[0][1] if parts else ()
-    tensors = {name: torch.cat([tensors[name] for _, tensors in parts]) for name in names}
-    if any(len(t) != end - start for t in tensors.values()) or (not tensors and end > start):
+    names = parts[0][1].keys() if parts else ("exp_avg", "exp_avg_sq")
+    tensors = {name: torch.cat([part[name] for _, part in parts] or [torch.empty(0)]) for name in names}
+    if any(len(t) != end - start for t in tensors.values()):
         raise CheckpointError(f"the optimizer files in {path} do not hold all of the elements {start} to {end}")
     return OptimizerState(start=start, end=end, total=total, updates=updates, layout=layout, tensors=tensors)
 

@@ -1,7 +1,7 @@
 """Weights and gradients in one flat buffer each, and AdamW on this rank's slice of them.
 
 Layout: first the parameters that decay (two dimensions), then the others (norms and biases), each in model order
-and aligned to 64 bytes. It is a pure function of the model, so shards written by any number of ranks fit together.
+and aligned. It is a pure function of the model, so shards written by any number of ranks fit together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from longtail.core.config import Train
 from longtail.core.errors import CheckpointError
 
-ALIGN_BYTES = 64
+ALIGN = 32
+"""Elements: at least 64 bytes in every dtype, so that the layout does not depend on the dtype."""
 
 
 class FlatModel:
@@ -30,13 +31,12 @@ class FlatModel:
         named = dict(model.named_parameters())
         order = sorted(named.items(), key=lambda item: item[1].ndim < 2)
         first = order[0][1]
-        align = ALIGN_BYTES // first.element_size()
         self.accumulate_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         places: dict[str, int] = {}
         self.decayed = self.total = 0
         for name, p in order:
             places[name] = self.total
-            self.total += -(-p.numel() // align) * align
+            self.total += -(-p.numel() // ALIGN) * ALIGN
             if p.ndim >= 2:
                 self.decayed = self.total
         text = repr([(name, tuple(p.shape)) for name, p in order])
@@ -60,6 +60,7 @@ class FlatModel:
         return self._grad_views[p]
 
     def _accumulate(self, p: nn.Parameter) -> None:
+        assert p.grad is not None
         self._grad_views[p].add_(p.grad)
         p.grad = None
 
@@ -148,8 +149,9 @@ class ShardedAdamW:
         theirs = (state.start, state.end, state.total, state.layout)
         if mine != theirs:
             raise CheckpointError(
-                f"the optimizer state is of elements {state.start} to {state.end} of {state.total} "
-                f"(layout {state.layout}), but this model needs {self.start} to {self.end} of {self._flat.total} (layout {self._flat.layout})"
+                f"the optimizer state is of elements {state.start} to {state.end} of {state.total}, layout "
+                f"{state.layout}, but this model needs {self.start} to {self.end} of {self._flat.total}, layout "
+                f"{self._flat.layout}"
             )
         self.exp_avg.copy_(state.tensors["exp_avg"])
         self.exp_avg_sq.copy_(state.tensors["exp_avg_sq"])

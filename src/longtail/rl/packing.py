@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from longtail.core.types import TrainGroup, TrainSample
+from longtail.core.types import TrainGroup
 
 ATTENTION_SCALE = 4096
 """Context at which attention costs about as much as the linear layers (6 x hidden size, for a hidden size near 700)."""
@@ -39,23 +39,17 @@ class MicroBatch:
 def plan_micro_batches(groups: Sequence[TrainGroup], *, workers: int, micro_tokens: int) -> list[list[MicroBatch]]:
     """The micro-batches of each worker, in the order in which it should run them.
 
-    Groups larger than ``micro_tokens`` or than a worker's even share are split (each part computes the prompt
-    again). Parts go to workers by longest processing time first, then into as few micro-batches as first-fit
-    decreasing finds. With fewer samples than workers, some workers get none.
+    Groups larger than ``micro_tokens`` are split, and those larger than a worker's even share too if that ends the
+    step earlier (each part computes the prompt again). Parts go to workers by longest processing time first, then
+    into as few micro-batches as first-fit decreasing finds. With fewer samples than workers, some workers get none.
     """
     if workers < 1 or micro_tokens < 1:
         raise ValueError(f"workers and micro_tokens must be positive, got {workers} and {micro_tokens}")
-    groups = [_without_empty(g) for g in groups]
     share = -(-sum(g.tokens for g in groups) // workers)
-    parts = [p for g in groups for p in _split(g, min(micro_tokens, share))]
-    order = sorted(range(len(parts)), key=lambda i: (-estimated_cost(parts[i]), i))
-    loads: list[tuple[float, int]] = [(0.0, w) for w in range(workers)]
-    assigned: list[list[TrainGroup]] = [[] for _ in range(workers)]
-    for i in order:
-        load, worker = heapq.heappop(loads)
-        assigned[worker].append(parts[i])
-        heapq.heappush(loads, (load + estimated_cost(parts[i]), worker))
-    return [_pack(mine, micro_tokens) for mine in assigned]
+    whole = [part for g in groups for part in _split(g, micro_tokens)]
+    finer = [part for g in groups for part in _split(g, min(micro_tokens, len(g.prompt) + share))]
+    balanced = min((_balance(parts, workers) for parts in (whole, finer)), key=_makespan)
+    return [_pack(parts, micro_tokens) for parts in balanced]
 
 
 def with_signal(groups: Iterable[TrainGroup]) -> list[TrainGroup]:
@@ -71,33 +65,43 @@ def estimated_cost(group: TrainGroup) -> float:
     return group.tokens + area / ATTENTION_SCALE
 
 
-def _without_empty(group: TrainGroup) -> TrainGroup:
-    return TrainGroup(prompt=group.prompt, samples=tuple(s for s in group.samples if len(s.tokens)))
-
-
 def _split(group: TrainGroup, budget: int) -> list[TrainGroup]:
-    """Consecutive samples in parts of at most ``budget`` tokens with the prompt; at least one sample in each."""
-    parts: list[list[TrainSample]] = []
-    used = budget
-    for sample in group.samples:
-        if used + len(sample.tokens) > budget:
-            parts.append([])
-            used = len(group.prompt)
-        parts[-1].append(sample)
-        used += len(sample.tokens)
-    return [TrainGroup(prompt=group.prompt, samples=tuple(p)) for p in parts]
+    """Parts of at most ``budget`` tokens with the prompt, or of a single sample; samples without tokens are dropped."""
+    longest_first = sorted((s for s in group.samples if len(s.tokens)), key=lambda s: -len(s.tokens))
+    bins = _first_fit([len(s.tokens) for s in longest_first], budget - len(group.prompt))
+    return [TrainGroup(prompt=group.prompt, samples=tuple(longest_first[i] for i in b)) for b in bins]
+
+
+def _balance(parts: list[TrainGroup], workers: int) -> list[list[TrainGroup]]:
+    """Longest processing time first: each part to the worker that has the least so far."""
+    loads = [(0.0, worker) for worker in range(workers)]
+    assigned: list[list[TrainGroup]] = [[] for _ in range(workers)]
+    for part in sorted(parts, key=lambda p: -estimated_cost(p)):
+        load, worker = heapq.heappop(loads)
+        assigned[worker].append(part)
+        heapq.heappush(loads, (load + estimated_cost(part), worker))
+    return assigned
+
+
+def _makespan(assigned: list[list[TrainGroup]]) -> float:
+    return max(sum(estimated_cost(p) for p in parts) for parts in assigned)
 
 
 def _pack(parts: list[TrainGroup], budget: int) -> list[MicroBatch]:
-    """First-fit decreasing by tokens."""
-    bins: list[list[TrainGroup]] = []
+    largest_first = sorted(parts, key=lambda p: -p.tokens)
+    bins = _first_fit([p.tokens for p in largest_first], budget)
+    return [MicroBatch(tuple(largest_first[i] for i in b)) for b in bins]
+
+
+def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Indices of ``sizes`` in bins of ``room``, each in the first bin where it fits; too large ones stand alone."""
+    bins: list[list[int]] = []
     free: list[int] = []
-    for part in sorted(parts, key=lambda p: -p.tokens):
-        slot = next((i for i, room in enumerate(free) if part.tokens <= room), None)
-        if slot is None:
-            slot = len(bins)
+    for i, size in enumerate(sizes):
+        b = next((b for b, left in enumerate(free) if size <= left), len(bins))
+        if b == len(bins):
             bins.append([])
-            free.append(budget)
-        bins[slot].append(part)
-        free[slot] -= part.tokens
-    return [MicroBatch(tuple(b)) for b in bins]
+            free.append(room)
+        bins[b].append(i)
+        free[b] -= size
+    return bins

@@ -117,7 +117,7 @@ class Trainer:
                     reference_logprobs_N=None if reference_N is None else reference_N[rows],
                 )
                 (grad_C,) = torch.autograd.grad((t.loss_N * packed.weights_N[rows]).sum(), leaf_C)
-            terms.append(GrpoTerms(*(None if x is None else x.detach() for x in t)))
+            terms.append(t)
             return grad_C
 
         policy, hidden_grad_ND = token_logprobs_backward(
@@ -183,9 +183,9 @@ class Trainer:
         return token_logprobs(hidden_ND, self.reference.head, packed.targets_N, self.temperature).logprobs_N
 
     def _stats(self, packed: Packed, terms: list[GrpoTerms], policy: TokenLogprobs) -> MicroStats:
-        loss_N = torch.cat([t.loss_N for t in terms])
-        ratio_N = torch.cat([t.ratio_N for t in terms])
-        kls = [t.kl_N for t in terms if t.kl_N is not None]
+        loss_N = torch.cat([t.loss_N.detach() for t in terms])
+        ratio_N = torch.cat([t.ratio_N.detach() for t in terms])
+        kls = [t.kl_N.detach() for t in terms if t.kl_N is not None]
         gap_N = (policy.logprobs_N - packed.old_logprobs_N).abs()
         low_N = (ratio_N < 1 - self.algorithm.clip_low) & (packed.advantages_N < 0)
         high_N = (ratio_N > 1 + self.algorithm.clip_high) & (packed.advantages_N > 0)

@@ -43,12 +43,16 @@ class JobFile:
         """The folder of the job file."""
         return self.path.absolute().parent
 
+    def line(self, *keys: str | int) -> int:
+        """The line of a key, or of the nearest section around it; 0 if the file has neither."""
+        return Document(lines=self.lines).line(keys)
+
     def where(self, *keys: str | int) -> str:
         """How a sentence about a key begins: ``jobs.yaml:9: pipelines.sums.rollout.max_tokens``.
 
         Only the key if the jobs come from Python or from the command line.
         """
-        line = Document(lines=self.lines).line(keys)
+        line = self.line(*keys)
         return f"{self.path}:{line}: {dotted(keys)}" if line else dotted(keys)
 
 
@@ -145,7 +149,8 @@ def _validate(document: Document) -> Jobs | None:
             return Jobs.model_validate(document.data)
         except ValidationError as error:
             errors = error.errors()
-        if not any([_mend(document, error) for error in errors]):
+        mended = [_mend(document, error) for error in errors]
+        if not any(mended):
             document.problems += explain(document, errors)
             return None
 

@@ -33,8 +33,8 @@ class Gpu:
 class Machine:
     """``cores``, ``memory_bytes`` and ``free_bytes`` are what this process may use, not what is built in.
 
-    ``shm_bytes`` is the free part of ``/dev/shm``, None where there is none. ``cpu_only`` says why GPUs that the
-    machine has are not visible, or is empty.
+    ``shm_bytes`` is the free part of ``/dev/shm``, None where there is none. ``hidden_gpus`` is the setting
+    that hides all GPUs of a machine that has some, or is empty.
     """
 
     cores: int
@@ -42,7 +42,7 @@ class Machine:
     free_bytes: int
     gpus: tuple[Gpu, ...] = ()
     shm_bytes: int | None = None
-    cpu_only: str = ""
+    hidden_gpus: str = ""
 
     @property
     def device(self) -> str:

@@ -46,9 +46,7 @@ def compare_for_resume(old: Jobs, new: Jobs) -> Changes:
                 problems.append(f"{change}, which would mix two experiments: undo it, or start over with --fresh.")
             else:
                 notes.append(f"{change}: the new value holds from the resumed step on.")
-    notes += [
-        f"pipelines.{name} is new: it starts at step 0." for name in new.pipelines if name not in old.pipelines
-    ]
+    notes += [f"pipelines.{name} is new: it starts at step 0." for name in new.pipelines if name not in old.pipelines]
     top = {"name", "runs_dir", "pipelines"}
     for key, before, after in _differences(old.model_dump(exclude=top), new.model_dump(exclude=top)):
         notes.append(f"{key} was {_shown(before)} and is {_shown(after)} now: results stay the same.")

@@ -12,15 +12,14 @@ from pathlib import Path
 from longtail.cluster.protocol import Cluster
 from longtail.core.errors import ConfigError
 from longtail.core.events import Note, RunEnded, RunStarted, Sink
-from longtail.engine.tokenizer import Tokenizer
 from longtail.observe.fanout import FanOut
+from longtail.observe.live import RunView
 from longtail.observe.lock import lock_run
 from longtail.observe.store import RunStore, read_events
 from longtail.observe.summary import RunSummary, summarise
 from longtail.observe.tensorboard import TensorBoardSink
 from longtail.observe.terminal import console_sink
 from longtail.rl.reward_pool import RewardPool, RewardSpec
-from longtail.rl.tasks import load_task
 from longtail.runtime.check import CheckedJobs
 from longtail.runtime.controller import Controller
 from longtail.runtime.jobfile import JobFile, dump_resolved, load_jobs
@@ -64,9 +63,12 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
     with lock_run(folder), contextlib.ExitStack() as stack:
         notes, resumed = _compare_with_earlier(folder, job_file)
         dump_resolved(jobs, folder / CONFIG_FILE)
+        so_far = RunView()
+        for event in read_events(folder) if resumed else ():
+            so_far.apply(event)
         sinks: list[Sink] = [RunStore(folder), TensorBoardSink(folder / "tensorboard")]
         if not quiet:
-            sinks.append(console_sink())
+            sinks.append(console_sink(view=so_far))
         sink = FanOut(sinks)
         stack.callback(sink.close)
         rewards = RewardPool(processes=jobs.reward_processes, log_path=folder / "rewards.log")
@@ -104,7 +106,7 @@ def _run_started(checked: CheckedJobs, job_file: JobFile, cluster: Cluster, resu
 
 
 def _plans(checked: CheckedJobs, job_file: JobFile, folder: Path, rewards: RewardPool) -> list[PipelinePlan]:
-    base = job_file.path.parent
+    base = job_file.base
     plans = []
     for name, found in checked.pipelines.items():
         config = job_file.jobs.pipelines[name]
@@ -124,8 +126,8 @@ def _plans(checked: CheckedJobs, job_file: JobFile, folder: Path, rewards: Rewar
                 model_folder=found.model_folder,
                 folder=folder / name,
                 kv_blocks=found.kv_blocks,
-                task=load_task(config.task, config.task_args, seed=config.seed, base=base),
-                tokenizer=Tokenizer.load(found.model_folder),
+                task=found.task,
+                tokenizer=found.tokenizer,
             )
         )
     return plans

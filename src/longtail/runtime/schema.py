@@ -36,6 +36,7 @@ class Key:
     nullable: bool
     default: Any
     description: str
+    unit: str = ""
     is_section: bool = False
 
     @property
@@ -104,6 +105,7 @@ def _key(path: tuple[str, ...], field: dict[str, Any], default: Any) -> Key:
         nullable=len(options) < len(field.get("anyOf", [field])),
         default=default,
         description=" ".join(field.get("description", "").split()),
+        unit=field.get("unit", ""),
         is_section="properties" in field or path == ("pipelines",),
     )
 

@@ -2,7 +2,8 @@
 
 Scalars follow YAML 1.2, more strictly, so that a file means what it looks like:
 
-* Numbers are decimal: ``12``, ``-3``, ``0.5``, ``.5``, ``1e-6``, ``1.0E-6``. ``1_000``, ``0x10``, ``010`` and ``1:30`` are text.
+* Numbers are decimal: ``12``, ``-3``, ``0.5``, ``.5``, ``1e-6``, ``1.0E-6``; ``1_000``, ``0x10``, ``010`` and ``1:30``
+  are text.
 * Only ``true`` and ``false`` are booleans; ``yes``, ``no``, ``on`` and ``off`` are text, and so are dates.
 * ``null``, ``~`` and nothing at all are null.
 * A key that appears twice is an error; anchors, aliases and ``<<`` merges work; tags (``!!float``) are refused.

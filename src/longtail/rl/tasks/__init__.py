@@ -6,6 +6,7 @@ Nothing here imports torch, ray or transformers: the processes that run rewards 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,7 @@ from longtail.rl.tasks.scratchpad import Scratchpad
 
 __all__ = ["BUILT_IN", "Example", "Messages", "Task", "load_task", "prompt_indices"]
 
-BUILT_IN: dict[str, type[Collatz] | type[Scratchpad] | type[ReverseText]] = {
-    kind.name: kind for kind in (Collatz, Scratchpad, ReverseText)
-}
+BUILT_IN: dict[str, Callable[..., Task]] = {kind.name: kind for kind in (Collatz, Scratchpad, ReverseText)}
 
 
 def load_task(spec: str, args: dict[str, Any], *, seed: int, base: Path) -> Task:

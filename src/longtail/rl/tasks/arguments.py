@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from longtail.core.errors import ConfigError
@@ -21,7 +21,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(known)}" if known else "; it takes none"
 
 
-def build(kind: type[T], spec: str, args: dict[str, Any], seed: int) -> T:
+def build(kind: Callable[..., T], spec: str, args: dict[str, Any], seed: int) -> T:
     """An instance of the task dataclass ``kind``, whose fields beside ``seed`` are all integers.
 
     Raises :class:`ConfigError` for unknown names and wrong types; ``__post_init__`` of ``kind`` for impossible values.

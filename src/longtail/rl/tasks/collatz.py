@@ -1,4 +1,4 @@
-"""Collatz chains: halve an even number, triple an odd one and add 1, until 1. Response lengths have a very long tail."""
+"""Collatz chains: halve an even number, triple an odd one and add 1, until 1. Lengths have a very long tail."""
 
 from __future__ import annotations
 

@@ -1,0 +1,165 @@
+"""Does it fit? A ledger of what each pipeline takes on each worker, granted one after another before anything starts.
+
+Every worker keeps a pipeline's whole weights and gradients, its share of the optimizer state, and its KV blocks, for as
+long as the run lasts. Activations and logits live within one quantum, and quanta of different pipelines never overlap
+on a worker, so only the largest of them counts. All figures are bytes on one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from longtail.core.config import Pipeline
+from longtail.core.errors import CapacityError
+from longtail.engine.config import ModelConfig
+
+GIB = 1 << 30
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+BLOCK_TOKENS = 16
+"""Positions of a KV block: the default of :class:`longtail.engine.lanes.LanePool`."""
+LOGITS_CHUNK = 1 << 24
+"""Logits that the trainer holds at once (``rl/logprobs.py``)."""
+PROCESS_BYTES = 400 << 20
+"""What a worker process takes before it has loaded anything (Python, torch, Ray; measured 350 MiB)."""
+USABLE = 0.92
+"""Share of the free memory that is handed out; the rest is for fragmentation and the controller."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one pipeline takes. ``kv_wanted`` is the KV cache of a whole step at once, ``kv_least`` of one sequence,
+    ``kv`` what it was given; ``peak`` is the largest quantum."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    peak: int
+    kv_wanted: int
+    kv_least: int
+    kv: int = 0
+
+    @property
+    def resident(self) -> int:
+        """All but the KV cache and the peak."""
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a pipeline's work: the longest prompt in tokens, and on how many workers."""
+
+    prompt_tokens: int
+    workers: int
+
+
+def footprint(config: ModelConfig, parameters: int, pipeline: Pipeline, shape: Shape) -> Footprint:
+    """What ``pipeline`` takes of each worker; ``kv`` is set only where the job file sets it (``kv_gib``)."""
+    item = ITEM_BYTES[pipeline.dtype]
+    wide = max(item, 4)
+    copies = 2 if pipeline.algorithm.beta > 0 else 1
+    states = 2 + (item < wide)
+    kv_gib = pipeline.rollout.kv_gib
+    return Footprint(
+        weights=copies * parameters * item,
+        gradients=parameters * wide,
+        optimizer=-(-states * parameters * wide // shape.workers),
+        peak=max(_training_peak(config, pipeline, shape, item), _decoding_peak(config, pipeline, shape)),
+        kv_wanted=blocks_wanted(config, pipeline, shape) * block_bytes(config, pipeline),
+        kv_least=blocks_least(config, pipeline, shape) * block_bytes(config, pipeline),
+        kv=int(kv_gib * GIB) if kv_gib is not None else 0,
+    )
+
+
+def block_bytes(config: ModelConfig, pipeline: Pipeline) -> int:
+    """Keys and values of one KV head over ``BLOCK_TOKENS`` positions, all layers."""
+    return 2 * config.layers * config.head_dim * BLOCK_TOKENS * ITEM_BYTES[pipeline.dtype]
+
+
+def blocks_least(config: ModelConfig, pipeline: Pipeline, shape: Shape) -> int:
+    """Blocks of the longest possible sequence."""
+    return config.kv_heads * _blocks(shape.prompt_tokens + pipeline.rollout.max_tokens)
+
+
+def blocks_wanted(config: ModelConfig, pipeline: Pipeline, shape: Shape) -> int:
+    """Blocks with which no sequence of a step is ever preempted: all prompts longest, all samples full."""
+    requests, samples = _requests(pipeline, shape.workers)
+    running = min(requests * samples, pipeline.rollout.max_running)
+    prompts = -(-running // samples)
+    shared = shape.prompt_tokens // BLOCK_TOKENS
+    own = _blocks(shape.prompt_tokens + pipeline.rollout.max_tokens) - shared
+    return max(config.kv_heads * (prompts * shared + running * own), blocks_least(config, pipeline, shape))
+
+
+def admit(footprints: Mapping[str, Footprint], free_bytes: int | None, workers: int) -> dict[str, Footprint]:
+    """Grant each pipeline its KV cache, in order: what it asks for, else what its step needs, else a fair part of what
+    is left but never less than one sequence.
+
+    ``free_bytes`` is what one worker has; None means unknown (a Ray cluster), and grants everything. Raises
+    :class:`CapacityError` naming the first pipeline that does not fit beside those before it, with the sum.
+    """
+    if free_bytes is None:
+        return {name: replace(f, kv=f.kv or f.kv_wanted) for name, f in footprints.items()}
+    budget = int(free_bytes * USABLE)
+    taken = peak = 0
+    for name, f in footprints.items():
+        peak = max(peak, f.peak)
+        least = f.kv or f.kv_least
+        if taken + f.resident + least + peak > budget:
+            raise CapacityError(_does_not_fit(name, f, least, peak, taken, budget, workers))
+        taken += f.resident + least
+    spare = budget - taken - peak
+    wishes = {name: max(0, f.kv_wanted - f.kv_least) for name, f in footprints.items() if not f.kv}
+    share = min(1.0, spare / total) if (total := sum(wishes.values())) else 1.0
+    return {name: replace(f, kv=f.kv or f.kv_least + int(wishes[name] * share)) for name, f in footprints.items()}
+
+
+def gib(size: float) -> str:
+    """``0.5 GiB``, or MiB below 0.1 GiB."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{max(1, round(size / (1 << 20)))} MiB"
+
+
+def _does_not_fit(name: str, f: Footprint, kv: int, peak: int, taken: int, budget: int, workers: int) -> str:
+    parts = f"weights {gib(f.weights)} + gradients {gib(f.gradients)} + optimizer {gib(f.optimizer)} + KV {gib(kv)}"
+    others = f", {gib(taken)} taken by the pipelines before it" if taken else ""
+    kv_advice = "Lower rollout.kv_gib" if f.kv else "Lower rollout.max_tokens"
+    return (
+        f"{name} does not fit: {parts} + training {gib(peak)} on each of {workers} worker{'s' * (workers > 1)}, "
+        f"{gib(budget)} free{others}. {kv_advice} or train.micro_tokens, use bfloat16, or run fewer pipelines together."
+    )
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def _requests(pipeline: Pipeline, workers: int) -> tuple[int, int]:
+    """(requests, samples of each) that one worker gets at most; see ``StepBatch.requests``."""
+    prompts, group = pipeline.rollout.prompts, pipeline.algorithm.group_size
+    parts = min(group, max(1, -(-workers // prompts)))
+    return -(-prompts * parts // workers), -(-group // parts)
+
+
+def _training_peak(c: ModelConfig, pipeline: Pipeline, shape: Shape, item: int) -> int:
+    """What autograd keeps of one micro-batch, and a chunk of logits with its gradient.
+
+    A token keeps, per layer, about 4 hidden vectors, 3 QKV rows (projection, rotated, padded), 2 attention outputs and
+    5 MLP rows.
+    """
+    longest = shape.prompt_tokens + pipeline.rollout.max_tokens
+    step = pipeline.rollout.prompts * (
+        shape.prompt_tokens + pipeline.algorithm.group_size * pipeline.rollout.max_tokens
+    )
+    tokens = max(longest, min(pipeline.train.micro_tokens, -(-step // shape.workers)))
+    per_layer = 4 * c.hidden_size + 3 * c.kv_heads * c.qkv_rows_per_kv + 2 * c.heads * c.head_dim
+    per_layer += 5 * c.intermediate_size
+    activations = tokens * (c.layers * per_layer + 4 * c.hidden_size) * item
+    logits = min(LOGITS_CHUNK, tokens * c.vocab_size) * max(item, 4)
+    return activations + 2 * logits
+
+
+def _decoding_peak(c: ModelConfig, pipeline: Pipeline, shape: Shape) -> int:
+    """Logits of one decode step, twice: as they come and as the sampler works on them."""
+    requests, samples = _requests(pipeline, shape.workers)
+    running = min(requests * samples, pipeline.rollout.max_running)
+    return 2 * running * c.vocab_size * 4
