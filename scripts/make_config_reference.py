@@ -26,28 +26,29 @@ pipelines:
   rev: {model: tiny, task: reverse-text}
 ```
 
-`longtail run jobs.yaml --check` tells every problem of a file at once, with its line, and trains nothing. A key that is
-not listed here is an error. What a run used, defaults included, is written to `runs/NAME/config.yaml`.
+`longtail run jobs.yaml --check` tells every problem of a file at once, with its line, and trains nothing. A key that
+is not listed here is an error. What a run used, defaults included, is written to `runs/NAME/config.yaml`.
 
 ## How values are written
 
-* Numbers are decimal: `12`, `0.5`, `.5`, `1e-6`, `1.0E-6`. Where a fraction may stand, a whole number may too, and a number
-  in quotes is still a number. `1_000`, `0x10`, `010` and `1:30`, which YAML readers disagree about, are text. NaN and infinity
-  are refused.
-* Booleans are `true` and `false`. `yes`, `no`, `on`, `off` and dates are text. Below `task_args`, where any type may stand, such
-  words and such numbers need quotes, so that nobody has to guess.
+* Numbers are decimal: `12`, `0.5`, `.5`, `1e-6`, `1.0E-6`. Where a fraction may stand, a whole number may too, and a
+  number in quotes is still a number. `1_000`, `0x10`, `010` and `1:30`, which YAML readers disagree about, are text.
+  NaN and infinity are refused.
+* Booleans are `true` and `false`. `yes`, `no`, `on`, `off` and dates are text. Below `task_args`, where any type may
+  stand, such words and such numbers need quotes, so that nobody has to guess.
 * A section with nothing in it (`rollout:`) means its defaults. A key that appears twice is an error.
 * Anchors, aliases and merges (`train: &base {...}`, `train: *base`, `<<: *base`) work; tags such as `!!float` do not.
-* In `model`, `task` and `runs_dir`, `~` and `$VARIABLE` are replaced. Relative models, tasks and reward modules are looked up
-  beside the job file; `runs_dir` is relative to the working directory.
-* Names of runs and pipelines become folders: 1 to 64 ASCII letters, digits, `.`, `_` or `-`, beginning with a letter or digit.
+* In `model`, `task` and `runs_dir`, `~` and `$VARIABLE` are replaced. Relative models, tasks and reward modules are
+  looked up beside the job file; `runs_dir` is relative to the working directory.
+* Names of runs and pipelines become folders: 1 to 64 ASCII letters, digits, `.`, `_` or `-`, beginning with a letter
+  or digit.
 
 ## Running again
 
 The same command resumes each pipeline from its newest complete checkpoint. If the job file has changed since:
 
-* {fixed} of a pipeline cannot change; the run is refused and the key named. Undo the change, or start over with `--fresh`,
-  which keeps the earlier run as `runs/NAME.1`.
+* {fixed} of a pipeline cannot change; the run is refused and the key named. Undo the change, or start over with
+  `--fresh`, which keeps the earlier run as `runs/NAME.1`.
 * Every other key takes effect from the resumed step on, and a note says so.
 * A new pipeline starts at step 0; one that is gone stays at its last checkpoint.
 

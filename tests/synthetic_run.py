@@ -5,6 +5,7 @@ What is true of it, for tests to compare with:
 * ``sums`` wants 20 steps, ``collatz`` 10. The first start is killed (no ``RunEnded``) after 8 and 6 steps; the
   second resumes ``sums`` from 5 and ``collatz`` from 5, an hour later. ``sums`` loses worker 1 in its second life
   after step 12 and falls back to step 10. ``collatz`` fails in its step 9.
+* As everywhere in events, ``step`` is the number of steps done before; here and in displays steps count from 1.
 * Every step takes ``STEP_S`` seconds and has ``SAMPLES`` samples of 10, 20, 30 ... tokens. A valid step of ``sums``
   has reward ``0.05 x step``, one of ``collatz`` ``0.1 x step``; a step that a rollback makes void has ``VOID``.
 * Both workers are busy for ``BUSY`` of every step of ``sums``.
@@ -55,7 +56,7 @@ def two_pipelines() -> Iterator[Event]:
             yield from _checkpoints(t + STEP_S, step, "sums", "collatz")
 
     yield from _start(RESUMED, resumed=True)
-    yield from _pipeline_started(RESUMED, "sums", 5, 20)
+    yield from _pipeline_started(RESUMED, "sums", 5, 20, reason="resumed from checkpoint")
     yield from _pipeline_started(RESUMED, "collatz", 5, 10)
     t = RESUMED
     for step in range(6, 13):
@@ -69,10 +70,11 @@ def two_pipelines() -> Iterator[Event]:
         if step == 10:
             yield from _checkpoints(t, step, "sums")
     yield WorkerLost(t=t, worker=1, reason="its process ended (signal 9)")
-    yield Rollback(t=t, pipeline="sums", step=10, reason="worker 1 was lost")
+    yield from _pipeline_started(t, "sums", 10, 20, reason="worker 1 was lost")
     for step in range(11, 21):
         yield from step_events(t, "sums", step, reward=0.05 * step, workers=2)
         t += STEP_S
+    yield StageEntered(t=t, pipeline="sums", step=20, stage="checkpoint")
     yield from _checkpoints(t, 20, "sums")
     yield PipelineEnded(t=t, pipeline="sums", step=20, reason="finished")
     yield RunEnded(t=t, reason="finished")
@@ -85,24 +87,24 @@ SECOND_LIFE_S = 17 * STEP_S
 def step_events(
     t: float, pipeline: str, step: int, *, reward: float, workers: int = 0, metrics: dict[str, float] | None = None
 ) -> Iterator[Event]:
-    """One step from ``t`` to ``t + STEP_S``: half of it rollout, half training on ``workers`` busy workers."""
+    """Step number ``step`` (from 1) of ``STEP_S`` seconds: half rollout, half training, on ``workers`` busy workers."""
     half, busy_s = STEP_S / 2, BUSY * STEP_S / 2
-    yield StageEntered(t=t, pipeline=pipeline, step=step, stage="rollout")
+    yield StageEntered(t=t, pipeline=pipeline, step=step - 1, stage="rollout")
     for worker in range(workers):
         yield Progress(
             t=t, worker=worker, pipeline=pipeline, substage="decode", waiting=0, running=2, lanes_used=6, lanes_total=96
         )
-        yield _span(t, t + half, worker, pipeline, "decode", step, busy_s, tokens=TOKENS // workers)
+        yield _span(t, t + half, worker, pipeline, "decode", step - 1, busy_s, tokens=TOKENS // workers)
     for sample in range(SAMPLES):
         yield SequenceEnded(
-            t=t + half, pipeline=pipeline, step=step, prompt=sample // 2, sample=sample % 2, worker=sample % 2,
+            t=t + half, pipeline=pipeline, step=step - 1, prompt=sample // 2, sample=sample % 2, worker=sample % 2,
             prompt_tokens=12, tokens=10 * (sample + 1), finish="stop", preemptions=0, start=t, end=t + half,
         )  # fmt: skip
-    yield StageEntered(t=t + half, pipeline=pipeline, step=step, stage="score")
-    yield StageEntered(t=t + half, pipeline=pipeline, step=step, stage="train")
+    yield StageEntered(t=t + half, pipeline=pipeline, step=step - 1, stage="score")
+    yield StageEntered(t=t + half, pipeline=pipeline, step=step - 1, stage="train")
     for worker in range(workers):
-        yield _span(t + half, t + STEP_S, worker, pipeline, "train", step, busy_s, tokens=TOKENS)
-    yield StepEnded(t=t + STEP_S, pipeline=pipeline, step=step, metrics=step_metrics(reward) | (metrics or {}))
+        yield _span(t + half, t + STEP_S, worker, pipeline, "train", step - 1, busy_s, tokens=TOKENS)
+    yield StepEnded(t=t + STEP_S, pipeline=pipeline, step=step - 1, metrics=step_metrics(reward) | (metrics or {}))
 
 
 def step_metrics(reward: float) -> dict[str, float]:
@@ -124,12 +126,15 @@ def _start(t: float, *, resumed: bool) -> Iterator[Event]:
     yield Note(t=t, level="info", message="training starts")
 
 
-def _pipeline_started(t: float, pipeline: str, step: int, steps: int) -> Iterator[Event]:
+def _pipeline_started(t: float, pipeline: str, step: int, steps: int, *, reason: str = "") -> Iterator[Event]:
+    if reason:
+        yield Rollback(t=t, pipeline=pipeline, step=step, reason=reason)
+    yield StageEntered(t=t, pipeline=pipeline, step=step, stage="load")
     yield PipelineStarted(
         t=t, pipeline=pipeline, step=step, steps=steps, model="tiny", task=pipeline, parameters=1_250_000
     )
     yield MoveMade(
-        t=t, pipeline=pipeline, step=step + 1, move="place", workers=[0, 1], reason="both workers are free",
+        t=t, pipeline=pipeline, step=step, move="place", workers=[0, 1], reason="both workers are free",
         predicted_gain_s=1.8, predicted_cost_s=0.02,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from longtail.rl.reward_pool import RewardPool, RewardSpec
 from longtail.rl.tasks import load_task
 from longtail.runtime.controller import Controller
 from longtail.runtime.pipeline import PipelinePlan
-from tests.inline_cluster import InlineCluster
+from inline_cluster import InlineCluster
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Recorder:
 def small_pipeline(**changes: Any) -> Pipeline:
     """A quick job on the tiny model in float64 (where results do not depend on batching); nested keys by ``__``."""
     values: dict[str, Any] = {
-        "model": "tiny",
+        "model": "/tmp/lead/tiny",
         "task": "reverse-text",
         "dtype": "float64",
         "steps": 3,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longtail.core.events import StageEntered, StepEnded, WorkerLost
-from tests.e2e.harness import Outcome, run_inline, small_pipeline
+from e2e.harness import Outcome, run_inline, small_pipeline
 
 
 def assert_same_training(one: Outcome, other: Outcome, pipeline: str, *, tolerance: float = 0.0) -> None:

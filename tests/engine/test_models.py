@@ -3,11 +3,13 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants as hub
 
 from longtail.core.errors import ModelError
+from longtail.core.types import Request, SamplingParams
 from longtail.engine import models, smollm2
 from longtail.engine.checkpoint import check_model, load_model
 from longtail.engine.models import cache_dir, resolve_model
@@ -179,13 +181,58 @@ class TestSmolLM2:
             "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
         )
 
-    def test_it_knows_a_capital(self, smollm2_folder):
-        from engine.reference import reference_logits
-
+    def test_greedy_continuations_of_a_mixed_batch_equal_those_of_transformers(self, smollm2_folder):
         tokenizer = Tokenizer.load(smollm2_folder)
-        model = load_model(smollm2_folder, dtype=torch.float32)
-        tokens = tokenizer.encode_prompt("What is the capital of France?").tolist()
-        with torch.no_grad():
-            for _ in range(8):
-                tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
-        assert "Paris" in tokenizer.decode(tokens)
+        prompts = [tokenizer.encode_prompt(prompt) for prompt in PROMPTS]
+        ours = greedy(load_model(smollm2_folder, dtype=torch.float32), tokenizer, prompts, max_tokens=64)
+        theirs = hf_greedy(smollm2_folder, prompts, max_tokens=64)
+        assert ours == theirs
+        assert [len(tokens) for tokens in ours].count(64) == 8
+        assert "Paris" in tokenizer.decode(ours[-1])
+        assert ours[-1][-1] in tokenizer.end_token_ids
+
+
+PROMPTS = [
+    "Write a short poem about the sea.",
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
+    "How many clips did Natalia sell altogether in April and May?",
+    "Explain what a hash table is.",
+    "def fibonacci(n):",
+    "Translate to German: good morning, my friends.",
+    "Why is the sky blue?",
+    "Compare cats and dogs as pets, in three paragraphs.",
+    "Tell me a story that begins with: the door opened.",
+    "What is the capital of France?",  # ends by itself
+]
+
+
+def greedy(model, tokenizer: Tokenizer, prompts: list[np.ndarray], max_tokens: int) -> list[list[int]]:
+    """Our engine's continuations, all prompts in one batch with chunked prefill."""
+    from longtail.engine.engine import Engine
+    from longtail.engine.lanes import LanePool
+
+    engine = Engine(model, LanePool(model.config, blocks=400), chunk_tokens=48)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, end_token_ids=tokenizer.end_token_ids)
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(request_id=str(i), prompt=prompt, seeds=(i,), params=params))
+    done: dict[int, list[int]] = {}
+    while engine.has_work:
+        done |= {int(c.request_id): c.tokens.tolist() for c in engine.step().completions}
+    return [done[i] for i in range(len(prompts))]
+
+
+def hf_greedy(folder: Path, prompts: list[np.ndarray], max_tokens: int) -> list[list[int]]:
+    """transformers' ``generate``, all prompts in one left-padded batch."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    width = max(map(len, prompts))
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = torch.from_numpy(prompt)
+        mask[row, width - len(prompt) :] = 1
+    out = model.generate(tokens, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)[:, width:].tolist()
+    ends = model.generation_config.eos_token_id
+    stops = [next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in out]
+    return [row[:stop] for row, stop in zip(out, stops, strict=True)]

@@ -52,12 +52,11 @@ def test_a_full_disk_gives_one_warning_then_one_at_the_end_and_the_run_goes_on(t
 
 
 def test_space_that_comes_back_in_time_loses_no_event(tmp_path):
+    from longtail.core.events import Progress
     from synthetic_run import two_pipelines
 
-    from longtail.core.events import Progress
-
     result = full_disk(tmp_path, "free")
-    assert "incomplete" not in "".join(line for line in result.stderr.splitlines() if EVENTS_FILE in line)
+    assert f"{EVENTS_FILE} is incomplete" not in result.stderr
     assert list(read_events(tmp_path)) == [e for e in two_pipelines() if not isinstance(e, Progress)]
 
 

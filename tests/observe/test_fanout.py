@@ -1,7 +1,6 @@
-from synthetic_run import two_pipelines
-
 from longtail.core.events import Note
 from longtail.observe.fanout import FanOut
+from synthetic_run import two_pipelines
 
 
 class Recorder:

@@ -1,7 +1,6 @@
 import math
 
 import pytest
-from synthetic_run import START, STEP_S, step_events, two_pipelines
 
 from longtail.core.events import (
     PipelineStarted,
@@ -14,6 +13,7 @@ from longtail.core.events import (
     StepEnded,
 )
 from longtail.observe.live import QUIET_S, WINDOW_S, RunView
+from synthetic_run import START, STEP_S, step_events, two_pipelines
 
 
 def started(t=0.0, workers=1):
@@ -22,7 +22,7 @@ def started(t=0.0, workers=1):
 
 def span(start, end, busy_s, *, substage="decode", tokens=0, worker=0):
     return Span(
-        t=end, worker=worker, pipeline="p", substage=substage, step=1, start=start, end=end, busy_s=busy_s, quanta=1,
+        t=end, worker=worker, pipeline="p", substage=substage, step=0, start=start, end=end, busy_s=busy_s, quanta=1,
         tokens=tokens, batch=2.0,
     )  # fmt: skip
 
@@ -39,25 +39,27 @@ def test_the_view_follows_step_stage_samples_and_rewards():
         [started(), PipelineStarted(t=0, pipeline="p", step=0, steps=9, model="m", task="t", parameters=1)]
     )
     p = view.pipelines["p"]
-    view.apply(StageEntered(t=0, pipeline="p", step=1, stage="rollout"))
+    view.apply(StageEntered(t=0, pipeline="p", step=0, stage="rollout"))
     assert (p.step, p.current, p.stage, p.samples_expected) == (0, 1, "rollout", None)
     view.apply(
         Progress(t=0, worker=0, pipeline="p", substage="decode", waiting=1, running=3, lanes_used=0, lanes_total=9)
     )
     assert (p.samples_done, p.samples_expected) == (0, 4)
-    view.apply(sequence(1, 0))
+    view.apply(sequence(0, 0))
     assert p.samples_done == 1
-    view.apply(StepEnded(t=2, pipeline="p", step=1, metrics={"reward_mean": 0.5, "sequences": 4.0}))
-    view.apply(StageEntered(t=2, pipeline="p", step=2, stage="rollout"))
+    view.apply(StepEnded(t=2, pipeline="p", step=0, metrics={"reward_mean": 0.5, "sequences": 4.0}))
+    view.apply(StageEntered(t=2, pipeline="p", step=1, stage="rollout"))
     assert (p.step, p.current, p.samples_done, p.samples_expected) == (1, 2, 0, 4)
     assert p.rewards == [0.5]
+    view.apply(StageEntered(t=3, pipeline="p", step=9, stage="checkpoint"))
+    assert p.current == 9
 
 
 def test_a_rollback_forgets_later_steps_checkpoints_and_the_half_done_step():
     view = RunView()
     for event in two_pipelines():
         view.apply(event)
-        if isinstance(event, Rollback):
+        if isinstance(event, Rollback) and event.step == 10:
             sums = view.pipelines["sums"]
             assert sums.rewards == [pytest.approx(0.05 * k) for k in range(1, 11)]
             assert (sums.step, sums.samples_done, sums.stage) == (10, 0, None)

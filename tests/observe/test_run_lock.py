@@ -89,8 +89,8 @@ def test_kill_9_of_the_holder_frees_the_folder_though_a_forked_child_lives_on(tm
     try:
         with pytest.raises(ConfigError):
             lock_run(tmp_path)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.wait()
         os.kill(int(child), 0)  # it lives
         lock_run(tmp_path).release()
     finally:

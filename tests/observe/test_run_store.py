@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_run import two_pipelines
 
 from longtail.core.errors import ConfigError, DataError
 from longtail.core.events import EVENTS, Event, Note, Progress, StepEnded, from_record
 from longtail.observe.store import EVENTS_FILE, RunStore, encode, read_events, repair
+from synthetic_run import two_pipelines
 
 numbers = st.one_of(st.floats(), st.sampled_from([math.nan, math.inf, -math.inf]))
 FIELD = {

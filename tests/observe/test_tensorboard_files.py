@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from synthetic_run import BUSY, RESUMED, START, STEP_S, TOKENS, step_events, two_pipelines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longtail.core.events import RunStarted, StepEnded
 from longtail.observe.tensorboard import WORKERS_RUN, TensorBoardSink
+from synthetic_run import BUSY, RESUMED, START, STEP_S, TOKENS, step_events, two_pipelines
 
 
 def written(folder, events):
@@ -52,7 +52,7 @@ def test_a_resumed_run_writes_a_second_file_and_continues_the_curves(tmp_path):
 
 def test_nan_and_infinity_are_points_and_hide_no_other(tmp_path):
     metrics = {1: 0.5, 2: math.nan, 3: math.inf, 4: -math.inf, 5: 1e300, 6: 0.25}
-    written(tmp_path, [StepEnded(t=k, pipeline="p", step=k, metrics={"loss": v}) for k, v in metrics.items()])
+    written(tmp_path, [StepEnded(t=k, pipeline="p", step=k - 1, metrics={"loss": v}) for k, v in metrics.items()])
     values = [point.value for point in read(tmp_path / "p").Scalars("loss")]
     assert values[0] == 0.5
     assert math.isnan(values[1])

@@ -41,9 +41,7 @@ def test_loss_and_gradients_equal_trls_formulas_on_the_same_tensors(loss, beta, 
 
     logprobs = [x.requires_grad_() for x in around_old()]
     reference = around_old() if beta else None
-    ours = flat_loss(
-        logprobs, group.samples, totals, loss=loss, low=low, high=high, beta=beta, reference=reference
-    )
+    ours = flat_loss(logprobs, group.samples, totals, loss=loss, low=low, high=high, beta=beta, reference=reference)
     theirs = trl_loss(
         logprobs,
         list(group.samples),

@@ -1,11 +1,12 @@
+import itertools
 import math
 
 import pytest
 import torch
-from dense_training import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dense_training import tiny_config
 from longtail.core.config import Train
 from longtail.core.errors import CheckpointError
 from longtail.engine.random import random_model
@@ -38,7 +39,10 @@ def test_the_flat_model_keeps_values_shapes_and_ties():
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_shards_together_equal_torch_adamw_on_the_whole_model(world):
     config = tiny_config(qkv_bias=True, tied=False)
-    plain, sharded = random_model(config, seed=0, dtype=torch.float64), random_model(config, seed=0, dtype=torch.float64)
+    plain, sharded = (
+        random_model(config, seed=0, dtype=torch.float64),
+        random_model(config, seed=0, dtype=torch.float64),
+    )
     flat = FlatModel(sharded)
     shards = [ShardedAdamW(flat, TRAIN, start=a, end=b) for a, b in shard_bounds(flat.total, world)]
     named = list(plain.named_parameters())
@@ -84,7 +88,7 @@ def test_shard_bounds_cover_every_element_once(total, world):
     assert len(bounds) == world
     assert bounds[0][0] == 0
     assert bounds[-1][1] == total
-    assert all(end == start for (_, end), (start, _) in zip(bounds, bounds[1:], strict=False))
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(bounds))
 
 
 def test_state_of_another_slice_or_model_is_refused():

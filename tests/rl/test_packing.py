@@ -98,8 +98,7 @@ def test_only_groups_with_an_advantage_have_signal():
     flat = TrainGroup(
         prompt=np.zeros(2, np.int32),
         samples=tuple(
-            TrainSample(tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), advantage=0.0)
-            for _ in range(3)
+            TrainSample(tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), advantage=0.0) for _ in range(3)
         ),
     )
     useful = group(1, 2, [3, 4])

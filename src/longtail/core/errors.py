@@ -17,6 +17,10 @@ class DataError(LongtailError):
     """A task's data cannot be used; names the file and the row."""
 
 
+class RequestError(LongtailError):
+    """A generation request that no engine could serve; names the request and the field."""
+
+
 class RewardError(LongtailError):
     """A reward function failed, timed out or returned something unusable; ends its pipeline only."""
 

@@ -89,6 +89,11 @@ class Scheduler:
         self.groups[group.number] = group
         self._enqueue(group, FRESH, group.number)
 
+    def adopt(self, group: Group, slot: int) -> None:
+        """``slot`` is a sample of ``group`` from now on, until :meth:`finish`."""
+        group.slots.append(slot)
+        self.group_of[slot] = group
+
     def prompt_done(self, fill: Fill, slots: list[int]) -> None:
         """The prompt of a group is in ``fill.row`` and ``slots`` are its samples that have not ended."""
         group = fill.group

@@ -1,8 +1,10 @@
 """What a run looks like: a fold over its events, the one state behind the terminal, the summary and the dashboard.
 
-Pure: no clock, no files. Steps count from 1; ``done`` maps the number of a finished step to its record. Invariant:
-after a :class:`Rollback` to ``step``, or a start of a pipeline at ``step``, nothing of later steps is left in the
-pipeline's view; what workers did and the time it took stay, because they happened.
+Pure: no clock, no files. In events a step is named by the steps done before it (the first is 0); people count from
+1, and so do this view and every display. ``done`` maps the number of a finished step to its record.
+
+Invariant: after a :class:`Rollback` to ``step``, or a start of a pipeline at ``step``, nothing of later steps is left
+in the pipeline's view, so ``done`` is in order of steps. What workers did and the time it took stay: they happened.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from longtail.core.events import (
 
 WINDOW_S = 10.0
 """Utilisation and tokens/s are means over this many seconds."""
+STEP_STAGES = ("rollout", "score", "train", "update")
 QUIET_S = 3.0
 """A worker that has reported nothing for longer than this is idle, not merely between two reports."""
 
@@ -86,12 +89,13 @@ class PipelineView:
     _per_step: int | None = None
     _live: dict[int, int] = field(default_factory=dict)
     _decoded: deque[tuple[float, float, int]] = field(default_factory=deque)
+    _decoded_since: float = math.inf
     _decoded_until: float = 0.0
 
     @property
     def rewards(self) -> list[float]:
         """Mean reward of each finished step that is not void, in order of steps; NaN where it had none."""
-        return [self.done[step].reward for step in sorted(self.done)]
+        return [record.reward for record in self.done.values()]
 
     @property
     def checkpoint(self) -> str | None:
@@ -109,7 +113,7 @@ class PipelineView:
         """Decoded tokens per second in the window before the last report; the last step's where none is recent."""
         if self._decoded:
             until = self._decoded_until
-            since = max(until - WINDOW_S, self._decoded[0][0])
+            since = max(until - WINDOW_S, self._decoded_since)
             tokens = sum(n * _overlap(a, b, since, until) for a, b, n in self._decoded)
             return tokens / (until - since) if until > since else None
         return self.metrics.get("tokens_per_s")
@@ -243,9 +247,7 @@ class RunView:
             case PipelineEnded():
                 return self._pipeline_ended(event)
             case Rollback():
-                self._pipeline(event.pipeline).continue_after(event.step)
-                message = f"continues after step {event.step}: {event.reason}"
-                return [Note(t=event.t, level="warning", pipeline=event.pipeline, message=message)]
+                return self._rollback(event)
             case WorkerLost():
                 worker = self._worker(event.worker)
                 worker.lost += 1
@@ -283,8 +285,18 @@ class RunView:
         for name in event.pipelines:
             pipeline = self._pipeline(name)
             pipeline._decoded.clear()
+            pipeline._decoded_since, pipeline._decoded_until = math.inf, 0.0
             if pipeline.status != "finished":
                 pipeline.status, pipeline.error, pipeline.stage = "waiting", None, None
+
+    def _rollback(self, event: Rollback) -> list[Note]:
+        pipeline = self._pipeline(event.pipeline)
+        again = pipeline.step - event.step
+        pipeline.continue_after(event.step)
+        void = f" ({again} finished steps are void)" if again > 0 else ""
+        level = "warning" if pipeline.status == "running" else "info"
+        message = f"continues after step {event.step}{void}: {event.reason}"
+        return [Note(t=event.t, level=level, pipeline=event.pipeline, message=message)]
 
     def _pipeline_started(self, event: PipelineStarted) -> None:
         pipeline = self._pipeline(event.pipeline)
@@ -303,14 +315,15 @@ class RunView:
 
     def _stage(self, event: StageEntered) -> None:
         pipeline = self._pipeline(event.pipeline)
-        if event.step != pipeline.current or event.stage == "rollout":
+        pipeline.stage = event.stage
+        pipeline.current = event.step + (event.stage in STEP_STAGES)
+        if event.stage == "rollout":
             pipeline.samples_done = 0
             pipeline._live.clear()
-        pipeline.current, pipeline.stage = event.step, event.stage
 
     def _sequence(self, event: SequenceEnded) -> None:
         pipeline = self._pipeline(event.pipeline)
-        if event.step > pipeline.step:
+        if event.step >= pipeline.step:
             pipeline.samples_done += 1
 
     def _span(self, event: Span) -> None:
@@ -324,6 +337,7 @@ class RunView:
         if event.substage == "decode":
             pipeline = self._pipeline(event.pipeline)
             pipeline._decoded.append((event.start, event.end, event.tokens))
+            pipeline._decoded_since = min(pipeline._decoded_since, event.start)
             pipeline._decoded_until = max(pipeline._decoded_until, event.end)
             _prune(pipeline._decoded, pipeline._decoded_until)
 
@@ -337,32 +351,33 @@ class RunView:
     def _step(self, event: StepEnded) -> list[Note]:
         pipeline, metrics = self._pipeline(event.pipeline), event.metrics
         pipeline.metrics = metrics
-        pipeline.step = pipeline.current = event.step
+        number = event.step + 1
+        pipeline.step = pipeline.current = number
         pipeline.stage = None
         reward, time_s, tokens = (metrics.get(k, math.nan) for k in ("reward_mean", "time_s", "tokens"))
-        pipeline.done[event.step] = StepRecord(reward, time_s, tokens)
+        pipeline.done[number] = StepRecord(reward, time_s, tokens)
         sequences = metrics.get("sequences")
         if sequences is not None and math.isfinite(sequences):
             pipeline._per_step = round(sequences)
-        fresh = list(map(str, _new_spells(pipeline.spells, event)))
+        fresh = list(map(str, _new_spells(pipeline.spells, number, metrics)))
         if not fresh:
             return []
         return [Note(t=event.t, level="warning", pipeline=event.pipeline, message="; ".join(fresh))]
 
 
-def _new_spells(spells: list[Spell], event: StepEnded) -> list[Spell]:
-    """Extend the spells that go on in this step, and append and return those that begin."""
+def _new_spells(spells: list[Spell], step: int, metrics: dict[str, float]) -> list[Spell]:
+    """Extend the spells that go on in this step (counted from 1), and append and return those that begin."""
     fresh = []
-    for metric, value in event.metrics.items():
+    for metric, value in metrics.items():
         if math.isfinite(value):
             continue
         word = "NaN" if math.isnan(value) else ("inf" if value > 0 else "-inf")
         for spell in spells:
-            if spell.metric == metric and spell.word == word and spell.last == event.step - 1:
-                spell.last = event.step
+            if spell.metric == metric and spell.word == word and spell.last == step - 1:
+                spell.last = step
                 break
         else:
-            fresh.append(Spell(metric, word, event.step, event.step))
+            fresh.append(Spell(metric, word, step, step))
     spells.extend(fresh)
     return fresh
 

@@ -18,7 +18,7 @@ from longtail.core.events import (
     StepEnded,
 )
 from longtail.observe.live import RunView
-from longtail.observe.text import duration, number, one_line
+from longtail.observe.text import duration, lines, number, one_line
 
 
 class PlainSink:
@@ -48,11 +48,11 @@ class PlainSink:
                 )
             case PipelineStarted():
                 where = f" from step {event.step}" if event.step else ""
-                size = f"{event.parameters / 1e6:,.1f} M parameters"
-                self._print(event.t, f"{event.pipeline} starts{where}: {event.task}, {event.model} ({size})")
+                size = f" ({event.parameters / 1e6:,.1f} M parameters)" if event.parameters else ""
+                self._print(event.t, f"{event.pipeline} starts{where}: {event.task}, {event.model}{size}")
             case StepEnded():
                 first = (event.pipeline, "step") not in self._last
-                if self._due(event, "step") or first or event.step == self.view.pipelines[event.pipeline].steps:
+                if self._due(event, "step") or first or event.step + 1 == self.view.pipelines[event.pipeline].steps:
                     self._step(event)
                 else:
                     self._held[event.pipeline] = event
@@ -93,12 +93,13 @@ class PlainSink:
         fields = [f"reward {number(metrics.get('reward_mean'))}", f"loss {number(metrics.get('loss'))}"]
         fields.append(f"{number(metrics.get('tokens_per_s'))} tok/s")
         fields.append(duration(metrics.get("time_s")))
-        self._print(event.t, f"{event.pipeline} step {event.step}/{goal or '?'}   {'   '.join(fields)}")
+        self._print(event.t, f"{event.pipeline} step {event.step + 1}/{goal or '?'}   {'   '.join(fields)}")
 
     def _print(self, t: float, text: str) -> None:
         if self._stream is None:
             return
-        line = f"{time.strftime('%H:%M:%S', time.localtime(t))}  {one_line(text)}\n"
+        clock = time.strftime("%H:%M:%S", time.localtime(t))
+        line = f"{clock}  " + "\n          ".join(lines(text)) + "\n"
         try:
             self._stream.write(line.encode(self._encoding, "replace").decode(self._encoding))
             self._stream.flush()
@@ -107,10 +108,10 @@ class PlainSink:
 
 
 def describe_note(note: Note) -> str:
-    """``warning: sums: loss is NaN at step 3``."""
+    """``warning: sums: loss is NaN at step 3``; a message of several lines keeps them."""
     level = "" if note.level == "info" else f"{note.level}: "
     pipeline = f"{note.pipeline}: " if note.pipeline else ""
-    return one_line(f"{level}{pipeline}{note.message}")
+    return level + pipeline + "\n".join(lines(note.message)).removeprefix(pipeline)
 
 
 def describe_move(move: MoveMade) -> str:

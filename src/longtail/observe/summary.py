@@ -16,7 +16,7 @@ from rich.text import Text
 
 from longtail.core.events import Event
 from longtail.observe.live import PipelineView, RunView
-from longtail.observe.text import duration, number, one_line, percent
+from longtail.observe.text import about, duration, number, percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def summarise(events: Iterable[Event] | RunView) -> RunSummary:
 
 
 def _pipeline(p: PipelineView) -> PipelineSummary:
-    records = [p.done[step] for step in sorted(p.done)]
+    records = list(p.done.values())
     tenth = max(1, round(len(records) / 10))
     timed = [r for r in records if math.isfinite(r.time_s)]
     counted = [r for r in timed if math.isfinite(r.tokens)]
@@ -115,7 +115,7 @@ def render(summary: RunSummary) -> RenderableType:
     lines: list[RenderableType] = [table, _workers_line(summary)]
     for p in summary.pipelines:
         if p.error is not None:
-            lines.append(Text(one_line(f"{p.name} {p.status}: {p.error}"), style="red"))
+            lines.append(Text(f"{p.name} {p.status}: {about(p.name, p.error)}", style="red"))
         lines.extend(Text(f"{p.name}: {spell}", style="yellow") for spell in _shown(p.nonfinite))
     return Group(*lines)
 

@@ -1,9 +1,9 @@
 """TensorBoard files, written without torch: one TensorBoard run per pipeline, and one for the workers.
 
-``folder/PIPELINE`` holds every metric of :class:`StepEnded` under its own name and the histogram ``length`` of the
-step's response lengths; ``folder/_workers`` holds ``w0/utilisation`` and so on against seconds since the first
-start. Pipelines are separate runs because a restart marker makes void all later steps of its run: that is how
-TensorBoard forgets the steps after a rollback.
+``folder/PIPELINE`` holds every metric of :class:`StepEnded` under its own name, and the histogram ``length`` of the
+step's response lengths, against the number of steps done. ``folder/_workers`` holds ``w0/utilisation`` and so on
+against seconds since the first start. Pipelines are separate runs because a restart marker makes void all later
+steps of its whole run: that is how TensorBoard forgets the steps after a rollback.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TensorBoardSink:
         if lengths := self._lengths.pop(event.pipeline, None):
             values.append(summary_pb2.Summary.Value(tag="length", histo=_histogram(np.array(lengths))))
         summary = summary_pb2.Summary(value=values)
-        self._add(event.pipeline, event_pb2.Event(wall_time=event.t, step=event.step, summary=summary))
+        self._add(event.pipeline, event_pb2.Event(wall_time=event.t, step=event.step + 1, summary=summary))
 
     def _workers(self, now: float) -> None:
         """A point per worker for each period of ``WORKERS_EVERY_S``: the busy share of that period."""

@@ -17,13 +17,14 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from longtail.core.events import Event, MoveMade, Note, Sink
+from longtail.core.events import Event, MoveMade, Note, RunEnded, Sink
 from longtail.observe.live import PipelineView, RunView
 from longtail.observe.plain import PlainSink, describe_move, describe_note
-from longtail.observe.text import duration, number, one_line, percent, sparkline
+from longtail.observe.text import about, duration, number, one_line, percent, sparkline
 
 REFRESH_HZ = 4
 NAME_WIDTH = 16
+CURVE_WIDTH = 24
 WORKER_LINES = 8
 STATUS_STYLE = {"failed": "red", "interrupted": "yellow", "finished": "green", "waiting": "dim"}
 LEVEL_STYLE = {"error": "red", "warning": "yellow"}
@@ -43,7 +44,7 @@ def console_sink(stream: TextIO | None = None, *, view: RunView | None = None) -
 
 
 class TerminalSink:
-    """Draws the run on a rich console until :meth:`close`, which leaves the last state on the screen.
+    """Draws the run on a rich console until it ends (or :meth:`close`), and leaves the last state on the screen.
 
     ``clock`` gives Unix seconds. A terminal that goes away switches the display off, not the run.
     """
@@ -73,6 +74,8 @@ class TerminalSink:
                     self._console.print(Text(describe_note(note), style=LEVEL_STYLE[note.level]))
         except (OSError, ValueError):
             self.close()
+        if isinstance(event, RunEnded):
+            self.close()
 
     def close(self) -> None:
         """Draw once more and give the terminal back; safe to call twice."""
@@ -90,9 +93,7 @@ class TerminalSink:
 def draw(view: RunView, width: int, now: float) -> Group:
     """The display at one moment, ``width`` columns wide; lines never wrap, except a failed pipeline's error."""
     lines = [_header(view)]
-    name_width = min(NAME_WIDTH, max((len(name) for name in view.pipelines), default=0))
-    for pipeline in view.pipelines.values():
-        lines.extend(_pipeline(pipeline, name_width, width))
+    lines.extend(_pipelines(list(view.pipelines.values()), width))
     lines.extend(_workers(view, width, now))
     lines.extend(_last_moves(view))
     lines.extend(_last_notes(view))
@@ -115,28 +116,37 @@ def _header(view: RunView) -> Text:
     return line.append(f"   {view.reason}") if view.reason else line
 
 
-def _pipeline(p: PipelineView, name_width: int, width: int) -> list[Text]:
-    goal = str(p.steps or "?")
-    name = p.name if len(p.name) <= name_width else p.name[: name_width - 1] + "…"
-    line = _line(f"{name:<{name_width}}  ", "bold")
-    step = p.current if p.status == "running" else p.step
-    line.append(f"step {step:>{len(goal)}}/{goal}  reward {number(p.metrics.get('reward_mean')):>5} ", "not bold")
-    right = f"  {_stage(p):<15} {number(p.tokens_per_s()):>7} tok/s"
-    line.append(sparkline(p.rewards, min(24, width - line.cell_len - len(right))), "cyan not bold")
-    line.append(f"  {_stage(p):<15}", f"{STATUS_STYLE.get(p.status, 'none')} not bold")
-    line.append(f" {number(p.tokens_per_s()):>7} tok/s", "not bold")
-    if p.error is None:
-        return [line]
-    return [line, Text(f"  {one_line(p.error)}", style="red")]
+def _pipelines(pipelines: list[PipelineView], width: int) -> list[Text]:
+    """Aligned columns; the reward curves get the room that the others leave."""
+    name_width = min(NAME_WIDTH, max((len(p.name) for p in pipelines), default=0))
+    goal_width = max((len(str(p.steps or "?")) for p in pipelines), default=0)
+    fixed = name_width + 2 * goal_width + 53
+    curve_width = min(CURVE_WIDTH, width - fixed, max((len(p.done) for p in pipelines), default=0))
+    lines = []
+    for p in pipelines:
+        name = p.name if len(p.name) <= name_width else p.name[: name_width - 1] + "…"
+        step = p.current if p.status == "running" else p.step
+        line = _line(f"{name:<{name_width}}", "bold")
+        line.append(f"  step {step:>{goal_width}}/{p.steps or '?':<{goal_width}}", "not bold")
+        line.append(f"  reward {number(p.metrics.get('reward_mean')):>5} ", "not bold")
+        line.append(f"{sparkline(p.rewards, curve_width):<{max(0, curve_width)}}", "cyan not bold")
+        line.append(f"  {_stage(p):<15}", f"{STATUS_STYLE.get(p.status, 'none')} not bold")
+        line.append(f"{number(p.tokens_per_s()):>7} tok/s", "not bold")
+        lines.append(line)
+        if p.error is not None:
+            lines.append(Text(f"  {about(p.name, p.error)}", style="red"))
+    return lines
 
 
 def _stage(p: PipelineView) -> str:
-    if p.status != "running":
+    if p.status not in ("running", "waiting"):
         return p.status
     if p.stage == "rollout":
         done, expected = p.samples_done, p.samples_expected
         return f"rollout {done}/{expected}" if expected else "rollout"
-    return p.stage or "starting"
+    if p.status == "waiting":
+        return p.stage or "waiting"
+    return p.stage or ("" if p.done else "starting")
 
 
 def _workers(view: RunView, width: int, now: float) -> list[Text]:
@@ -165,7 +175,7 @@ def _last_moves(view: RunView, most: int = 2) -> list[Text]:
 
 def _last_notes(view: RunView, most: int = 2) -> list[Text]:
     notes: list[Note] = [note for note in view.notes if note.level not in LEVEL_STYLE][-most:]
-    return [_labelled("notes" if i == 0 else "", describe_note(note)) for i, note in enumerate(notes)]
+    return [_labelled("notes" if i == 0 else "", one_line(describe_note(note))) for i, note in enumerate(notes)]
 
 
 def _labelled(label: str, text: str) -> Text:

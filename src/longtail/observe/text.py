@@ -13,7 +13,21 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u20
 
 def one_line(text: str) -> str:
     """``text`` on one line, without escape sequences or other control characters (messages may quote user code)."""
-    return _CONTROLS.sub(" ", _ESCAPES.sub("", text)).strip()
+    return _clean(text).strip(" ")
+
+
+def lines(text: str) -> list[str]:
+    """``text`` line by line, each without control characters; for what is worth several lines, as a traceback is."""
+    return [_clean(line).rstrip() for line in text.splitlines() if line.strip()]
+
+
+def about(name: str | None, message: str) -> str:
+    """``message`` on one line, without its own mention of ``name`` at the start, for where the name stands already."""
+    return one_line(message).removeprefix(f"{name}: ")
+
+
+def _clean(text: str) -> str:
+    return _CONTROLS.sub(" ", _ESCAPES.sub("", text))
 
 
 def number(value: float | None) -> str:
@@ -56,7 +70,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     means: list[float | None] = []
     for i in range(cells):
         run = values[i * len(values) // cells : (i + 1) * len(values) // cells]
-        finite = [v for v in run if math.isfinite(v)]
+        finite = [v for v in run[:: len(run) // 64 + 1] if math.isfinite(v)]  # a sample will do for a bar
         means.append(sum(v / len(finite) for v in finite) if finite else None)
     known = [m for m in means if m is not None]
     if not known:

@@ -19,6 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -188,19 +189,31 @@ def _settle(future: Future[Any], outcome: list[float | None] | RewardError) -> N
 
 
 def _exit(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"with exit code {code}"
+    return f"killed by signal {-code}" if code < 0 else f"with exit code {code % EXIT_ZERO}"
 
 
 # In the controller: how processes start ------------------------------------------------------------------------------
 
 
+EXIT_ZERO = 256
+"""Stands for exit code 0; no process can have it."""
+
+
 class _Process(SpawnProcess):
-    """A spawned process that does not run the main script of its parent again: scripts need no ``__main__`` guard."""
+    """A spawned process that does not run the main script of its parent again: scripts need no ``__main__`` guard.
+
+    Ending with exit code 0 is as unexpected as any other end, but pebble looks for codes that are not 0.
+    """
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802
         with _hidden_main():
             return SpawnProcess._Popen(process_obj)
+
+    @property
+    def exitcode(self) -> int | None:
+        code = super().exitcode
+        return EXIT_ZERO if code == 0 else code
 
 
 class _Context(SpawnContext):
@@ -238,12 +251,18 @@ class _Processes:
         return {int(path.name) for path in self._pids.iterdir()} if self._pids.is_dir() else set()
 
 
-def end_sessions(leaders: set[int]) -> None:
-    """Kill every process in the sessions that ``leaders`` lead, and every one that carries their mark."""
+def end_sessions(leaders: set[int], *, spare: int | None = None) -> None:
+    """Kill every process in the sessions that ``leaders`` lead, and every one that carries their mark; leaders last,
+    because one of them may be the caller."""
     marks = set(map(str, leaders))
+    found = []
     for process in psutil.process_iter() if leaders else ():
         with suppress(psutil.Error, OSError):
             if os.getsid(process.pid) in leaders or process.environ().get(MARK) in marks:
+                found.append(process)
+    for process in sorted(found, key=lambda p: p.pid in leaders):
+        if process.pid != spare:
+            with suppress(psutil.Error):
                 process.kill()
 
 
@@ -288,6 +307,7 @@ def _enter_process(log_path: str, pids: str, controller: int) -> None:
     os.dup2(log, 2)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    Finalize(None, end_sessions, args=({os.getpid()},), kwargs={"spare": os.getpid()}, exitpriority=0)
     threading.Thread(target=_end_with, args=(controller,), daemon=True).start()
 
 

@@ -244,7 +244,7 @@ def _checked(reward: Reward, result: Any, count: int, where: str, step: int) -> 
     if not isinstance(result, list | tuple):
         raise refuse(f"{_kind(result)} instead of a list with a number or None for each completion")
     if len(result) != count:
-        raise refuse(f"{len(result)} values for {count} completions")
+        raise refuse(f"{len(result)} value{'s' * (len(result) != 1)} for {count} completions")
     values: list[float | None] = []
     for i, item in enumerate(result):
         value = item.item() if hasattr(item, "item") and getattr(item, "ndim", 0) == 0 else item

@@ -22,13 +22,12 @@ def explain(document: Document, errors: list[Any]) -> list[Problem]:
         path, field = locate(document.data, error)
         if field not in best or len(path) > len(best[field][0]):
             best[field] = (path, error)
-    problems = {}
-    renamed = set()
-    for path, error in best.values():
-        problems[path] = _problem(document, path, error)
-        if error["type"] == "extra_forbidden":
-            renamed.add((*path[:-1], _nearest(path)))
-    return [problem for path, problem in problems.items() if path not in renamed]
+    misspelt = {(*path[:-1], _nearest(path)) for path, error in best.values() if error["type"] == "extra_forbidden"}
+    return [
+        _problem(document, path, error)
+        for path, error in best.values()
+        if error["type"] != "missing" or path not in misspelt
+    ]
 
 
 def locate(data: Any, error: Any) -> tuple[Path_, Path_]:
@@ -106,7 +105,7 @@ def _allowed(document: Document, path: Path_, error: Any) -> str:
     if kind == "finite_number":
         return "must be a finite number."
     if kind == "literal_error" and value is not None:
-        close = difflib.get_close_matches(str(value).lower(), key.choices, n=1)
+        close = difflib.get_close_matches(value.lower(), key.choices, n=1) if isinstance(value, str) else []
         return f"must be {key.allowed}" + (f"; did you mean '{close[0]}'?" if close else ".")
     if kind in RANGE_ERRORS:
         return f"must be {key.bounds.removeprefix('each ')}."
@@ -142,6 +141,8 @@ def _unknown(path: Path_) -> str:
     nearest = _nearest(path)
     known = ", ".join(schema.children(path[:-1]))
     hint = f"did you mean '{nearest}'?" if nearest else f"known keys are {known}."
+    if nearest == path[-1]:
+        hint = "it stands at the top of the file, beside 'pipelines'."
     return f"unknown key '{path[-1]}'; {hint}"
 
 

@@ -145,7 +145,7 @@ class _Converter:
         text = node.value
         if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
             self._problem(node, path, "the text contains a character that no file or tokenizer can hold.")
-            return ""
+            return "?"
         if node.style is not None:
             return text
         self.document.sources[path] = text
@@ -186,7 +186,8 @@ class _Converter:
 
     def _problem(self, node: yaml.Node, path: Path_, message: str) -> None:
         where = "".join(f"{p}." if isinstance(p, str) else "" for p in path)[:-1]
-        self.document.problems.append(Problem(_line(node), f"{where}: {message}" if where else message))
+        line = self.document.lines.get(path, _line(node)) if id(node) in self.open else _line(node)
+        self.document.problems.append(Problem(line, f"{where}: {message}" if where else message))
 
 
 def _line(node: yaml.Node) -> int:

@@ -1,0 +1,343 @@
+"""The engine: requests in, tokens and completions out, one quantum per :meth:`Engine.step`.
+
+Same requests and same number of steps give the same bits, whatever else the process does. A sample's tokens depend on
+its prompt, parameters and seed alone, not on the batch, the order, the chunk size or the size of the lane pool
+(exactly up to the rounding of the matrix products, whose kernels vary with the number of rows).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from longtail.core.errors import CapacityError, ModelError, RequestError
+from longtail.core.types import Completion, FinishReason, Request, SamplingParams, SubStage
+from longtail.engine import attention
+from longtail.engine.attention_torch import TorchLaneAttention
+from longtail.engine.lanes import LanePool
+from longtail.engine.model import Decoder
+from longtail.engine.sampling import NOT_FINITE, Draws, Sampler
+from longtail.engine.scheduler import FRESH, Fill, Group, Scheduler
+from longtail.engine.sequences import Sequences
+from longtail.engine.stop import stop_position
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one quantum did. ``tokens`` counts the positions computed, ``batch`` the sequences that they belong to.
+
+    ``emitted`` lists (request id, sample, token) in batch order; each token of a sample appears once, in order.
+    """
+
+    substage: SubStage
+    tokens: int
+    batch: int
+    emitted: list[tuple[str, int, int]] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+
+
+class Engine:
+    """Continuous batching of ``model`` over ``lanes``.
+
+    ``detokenize`` turns generated ids into text; without it completions have empty texts and stop strings are
+    refused. ``max_context`` lowers the model's own. Prefill goes before decode, so that batches are full.
+
+    >>> engine.add(Request(request_id="a", prompt=np.array([1, 2]), seeds=(0, 1), params=SamplingParams(max_tokens=8)))
+    >>> while engine.has_work:
+    ...     for completion in engine.step().completions:
+    ...         print(completion.text)
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        lanes: LanePool,
+        *,
+        detokenize: Callable[[list[int]], str] | None = None,
+        max_running: int = 256,
+        chunk_tokens: int = 512,
+        max_context: int | None = None,
+    ) -> None:
+        self.model, self.lanes = model, lanes
+        self._detokenize = detokenize
+        self._chunk_tokens = chunk_tokens
+        self._max_context = min(max_context or model.config.max_context, model.config.max_context)
+        self._sequences = Sequences()
+        self._scheduler = Scheduler(lanes, self._sequences, max_running)
+        self._groups: dict[str, Group] = {}
+        self._next_number = 0
+        kind = attention.LaneAttention if attention.supports(lanes) else TorchLaneAttention
+        self._attend = kind(lanes, model.rope)
+        self._sample = Sampler(model.config.vocab_size)
+
+    # Requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises :class:`RequestError` for values that no engine could serve, and :class:`CapacityError` if the request
+        can never fit the context or the lane pool.
+        """
+        limits = self._check(request)
+        group = Group(request, self._next_number, limits)
+        self._next_number += request.samples
+        self._groups[request.request_id] = group
+        self._scheduler.submit(group)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free its lanes at once; unknown (or finished) ids are ignored."""
+        group = self._groups.pop(request_id, None)
+        if group is not None:
+            self._scheduler.abort(group)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that hold no lanes of their own (a group whose prompt is being prefilled counts as running)."""
+        return sum(w.group.request.samples if w.slot == FRESH else 1 for w in self._scheduler.waiting)
+
+    @property
+    def running(self) -> int:
+        """Samples that decode, or whose KV is being computed."""
+        fills = sum(f.group.request.samples if f.slot == FRESH else 1 for f in self._scheduler.fills)
+        return len(self._scheduler.running) + fills
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sequence lost its lanes so far."""
+        return self._scheduler.preemptions
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Positions whose KV was computed again after a preemption, so far."""
+        return self._scheduler.recomputed_tokens
+
+    # Quanta
+
+    def next_substage(self) -> SubStage:
+        """What :meth:`step` would do next; changes nothing."""
+        return SubStage.PREFILL if self._scheduler.prefills_next() else SubStage.DECODE
+
+    @torch.inference_mode()
+    def step(self) -> StepResult:
+        """Run one quantum: one decode step of all running sequences, or one prefill chunk."""
+        if not self.has_work:
+            raise RuntimeError("step() was called on an engine without requests; ask has_work first")
+        self._scheduler.admit()
+        return self._prefill() if self._scheduler.fills else self._decode()
+
+    def _prefill(self) -> StepResult:
+        chunks: list[tuple[Fill, int]] = []
+        budget = self._chunk_tokens
+        for fill in sorted(self._scheduler.fills, key=lambda f: f.number):
+            count = min(budget, len(fill.tokens) - fill.done)
+            chunks.append((fill, count))
+            budget -= count
+            if budget == 0:
+                break
+        counts = np.array([count for _, count in chunks])
+        tokens = np.concatenate([fill.tokens[fill.done : fill.done + count] for fill, count in chunks])
+        hidden_TD = self._forward(
+            tokens.astype(np.int64),
+            np.array([fill.row for fill, _ in chunks]),
+            np.array([fill.done for fill, _ in chunks]),
+            counts,
+        )
+        result = StepResult(SubStage.PREFILL, len(tokens), len(chunks))
+        prompts: list[Fill] = []
+        last_rows: list[int] = []
+        for (fill, count), end in zip(chunks, np.cumsum(counts), strict=True):
+            fill.done += count
+            if fill.done < len(fill.tokens):
+                continue
+            if fill.slot == FRESH:
+                prompts.append(fill)
+                last_rows.append(int(end) - 1)
+            else:
+                self._scheduler.refill_done(fill)
+        if prompts:
+            self._first_tokens(prompts, self.model.logits(hidden_TD[last_rows]), result)
+        return result
+
+    def _first_tokens(self, prompts: list[Fill], logits_UV: torch.Tensor, result: StepResult) -> None:
+        """Draw the first token of every sample of each prompt from that prompt's logits."""
+        slots: list[int] = []
+        index: list[int] = []
+        for i, fill in enumerate(prompts):
+            opened = self._open_slots(fill.group)
+            slots += opened
+            index += [i] * len(opened)
+        drawn = np.array(slots)
+        self._draw(logits_UV, np.array(index), drawn)
+        ended = self._ended(drawn, result)
+        for fill in prompts:
+            self._scheduler.prompt_done(fill, [s for s in fill.group.slots if s not in ended])
+        self._complete(ended, result)
+
+    def _open_slots(self, group: Group) -> list[int]:
+        request = group.request
+        for i, (seed, limit) in enumerate(zip(request.seeds, group.limits, strict=True)):
+            slot = self._sequences.open(
+                number=group.number + i,
+                sample=i,
+                seed=seed,
+                prompt_len=group.prompt_len,
+                limit=limit,
+                params=request.params,
+                forced=request.forced_lengths is not None,
+            )
+            self._scheduler.adopt(group, slot)
+        return list(group.slots)
+
+    def _decode(self) -> StepResult:
+        self._scheduler.make_room()
+        seq, slots = self._sequences, self._scheduler.running
+        ones = np.ones(len(slots), np.int64)
+        hidden_BD = self._forward(seq.last[slots], seq.row[slots], seq.positions(slots), ones)
+        self._draw(self.model.logits(hidden_BD), np.arange(len(slots)), slots)
+        result = StepResult(SubStage.DECODE, len(slots), len(slots))
+        self._complete(self._ended(slots, result), result)
+        return result
+
+    def _forward(
+        self, tokens: np.ndarray, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
+    ) -> torch.Tensor:
+        self._attend.begin(rows, starts, counts)
+        return self.model(torch.from_numpy(tokens).to(self.model.device), self._attend)
+
+    def _draw(self, logits_UV: torch.Tensor, index: np.ndarray, slots: np.ndarray) -> None:
+        seq = self._sequences
+        draws: Draws = self._sample(
+            logits_UV,
+            index,
+            seeds=seq.seed[slots],
+            positions=seq.prompt_len[slots] + seq.generated[slots],
+            temperature=seq.temperature[slots],
+            top_k=seq.top_k[slots],
+            top_p=seq.top_p[slots],
+        )
+        if (draws.tokens == NOT_FINITE).any():
+            slot = int(slots[int(np.argmax(draws.tokens == NOT_FINITE))])
+            request = self._scheduler.group_of[slot].request
+            raise ModelError(
+                f"the model's logits are not finite for request {request.request_id}: its weights have diverged or are "
+                "broken; resume from an earlier checkpoint with a lower learning rate"
+            )
+        seq.append(slots, draws.tokens, draws.logprobs)
+
+    # Endings
+
+    def _ended(self, slots: np.ndarray, result: StepResult) -> dict[int, tuple[FinishReason, str]]:
+        """Slots among those that just got a token which end with it, with the reason and the text."""
+        seq = self._sequences
+        tokens = seq.last[slots]
+        at_limit = seq.generated[slots] >= seq.limit[slots]
+        at_end = (tokens[:, None] == seq.ends[slots]).any(axis=1)
+        group_of = self._scheduler.group_of
+        result.emitted += [
+            (group_of[slot].request.request_id, sample, token)
+            for slot, sample, token in zip(slots.tolist(), seq.sample[slots].tolist(), tokens.tolist(), strict=True)
+        ]
+        ended: dict[int, tuple[FinishReason, str]] = {}
+        for i in np.flatnonzero(at_limit | at_end | seq.has_stop[slots]):
+            slot = int(slots[i])
+            request = group_of[slot].request
+            generated = seq.tokens[slot, : seq.generated[slot]].tolist()
+            if seq.has_stop[slot]:
+                assert self._detokenize is not None
+                kept = generated[:-1] if at_end[i] else generated
+                cut = stop_position(kept, self._detokenize, request.params.stop) if kept else None
+                if cut is not None:
+                    ended[slot] = FinishReason.STOP, self._text(kept)[:cut]
+                    continue
+            if at_end[i]:
+                ended[slot] = FinishReason.STOP, self._text(generated[:-1])
+            elif at_limit[i]:
+                forced = request.forced_lengths is not None
+                ended[slot] = FinishReason.STOP if forced else FinishReason.LENGTH, self._text(generated)
+        return ended
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._detokenize(tokens) if self._detokenize is not None and tokens else ""
+
+    def _complete(self, ended: dict[int, tuple[FinishReason, str]], result: StepResult) -> None:
+        seq = self._sequences
+        dtype = np.float64 if self.model.dtype == torch.float64 else np.float32
+        for slot, (finish, text) in ended.items():
+            group = self._scheduler.group_of[slot]
+            count = int(seq.generated[slot])
+            result.completions.append(
+                Completion(
+                    request_id=group.request.request_id,
+                    sample=int(seq.sample[slot]),
+                    tokens=seq.tokens[slot, :count].copy(),
+                    logprobs=seq.logprobs[slot, :count].astype(dtype),
+                    text=text,
+                    finish=finish,
+                    preemptions=int(seq.preemptions[slot]),
+                )
+            )
+            self._scheduler.finish(group, slot)
+            if not group.slots:
+                del self._groups[group.request.request_id]
+
+    # What can be served
+
+    def _check(self, request: Request) -> tuple[int, ...]:
+        """The most tokens that each sample may generate."""
+        name, prompt, config = f"request {request.request_id!r}", request.prompt, self.model.config
+        if request.request_id in self._groups:
+            raise RequestError(f"{name} is already in the engine: request ids must be unique")
+        if prompt.ndim != 1 or len(prompt) == 0:
+            raise RequestError(f"{name} has an empty prompt: it needs at least one token")
+        if not np.issubdtype(prompt.dtype, np.integer):
+            raise RequestError(f"{name}: prompt must be an integer array, not {prompt.dtype}")
+        if prompt.min() < 0 or prompt.max() >= config.vocab_size:
+            wrong = int(prompt[(prompt < 0) | (prompt >= config.vocab_size)][0])
+            raise RequestError(f"{name}: token id {wrong} is outside the vocabulary (0 to {config.vocab_size - 1})")
+        if not request.seeds:
+            raise RequestError(f"{name} asks for no samples: seeds is empty")
+        if any(not 0 <= seed < 2**64 for seed in request.seeds):
+            raise RequestError(f"{name}: seeds must be integers of 0 to 2**64 - 1")
+        check_params(request.params, name, can_match_text=self._detokenize is not None)
+        forced = request.forced_lengths
+        if forced is not None and (len(forced) != request.samples or min(forced) < 1):
+            raise RequestError(f"{name}: forced_lengths needs one length of at least 1 for each of its samples")
+        room = self._max_context - len(prompt)
+        if room < 1 or (forced is not None and max(forced) > room):
+            wanted = 1 if forced is None else max(forced)
+            raise CapacityError(
+                f"{name}: a prompt of {len(prompt)} tokens and {wanted} to generate exceed the context of "
+                f"{self._max_context}"
+            )
+        limits = forced or (min(request.params.max_tokens, room),) * request.samples
+        blocks = self.lanes.blocks_of(len(prompt) + max(limits) - 1) * self.lanes.heads
+        if blocks > self.lanes.total:
+            raise CapacityError(
+                f"{name}: a prompt of {len(prompt)} tokens and {max(limits)} to generate take {blocks} KV blocks, and "
+                f"the pool has {self.lanes.total}; give the pipeline more KV memory or lower max_tokens"
+            )
+        return limits
+
+
+def check_params(params: SamplingParams, name: str, *, can_match_text: bool) -> None:
+    """Raises :class:`RequestError` for impossible sampling parameters, NaN included."""
+    if params.max_tokens < 1:
+        raise RequestError(f"{name}: max_tokens must be at least 1, not {params.max_tokens}")
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise RequestError(f"{name}: temperature must be a finite number of at least 0, not {params.temperature}")
+    if params.top_k < 0:
+        raise RequestError(f"{name}: top_k must be 0 (off) or more, not {params.top_k}")
+    if not 0 < params.top_p <= 1:
+        raise RequestError(f"{name}: top_p must be above 0 and at most 1, not {params.top_p}")
+    if any(not stop for stop in params.stop):
+        raise RequestError(f"{name}: a stop string is empty")
+    if params.stop and not can_match_text:
+        raise RequestError(f"{name}: stop strings need an engine with a tokenizer")
