@@ -139,8 +139,6 @@ def _run(path: Path, *, check: bool, workers: int | None, name: str | None, fres
 
     result = run_jobs(checked, job_file, fresh=fresh)
     stdout.print(render(result.summary()))
-    for error in result.errors.values():
-        _print_error(error)
     return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[result.reason]
 
 

@@ -28,7 +28,7 @@ from longtail.core.events import (
 from longtail.observe.live import RunView
 from longtail.observe.plain import PlainSink
 from longtail.observe.terminal import TerminalSink, console_sink, draw
-from longtail.observe.text import duration, number, one_line, sparkline
+from longtail.observe.text import duration, number, one_line, reward, sparkline
 from synthetic_run import RESUMED, START, step_events, two_pipelines
 
 
@@ -277,6 +277,7 @@ def test_formats_of_numbers_and_times():
     assert list(map(number, values)) == [
         "-", "0.00", "0.41", "1.00", "100", "12.3", "1,812", "1.2e-06", "NaN", "-inf", "2.5e+07", "-0.41",
     ]  # fmt: skip
+    assert list(map(reward, [4.6e-4, -1e-3, 0.5, None, math.nan])) == ["0.00", "0.00", "0.50", "-", "NaN"]
     assert list(map(duration, [0.35, 12.34, 59.96, 245, 3599.9, 7980, None, math.nan])) == [
         "0.35 s", "12.3 s", "1 min 00 s", "4 min 05 s", "1 h 00 min", "2 h 13 min", "-", "-",
     ]  # fmt: skip

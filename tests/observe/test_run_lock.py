@@ -19,11 +19,9 @@ HOLD_WITH_ORPHAN = """
 import os, sys, time
 from longtail.observe.lock import lock_run
 lock = lock_run(sys.argv[1])
-child = os.fork()
-if child == 0:
-    os.close(0)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
     time.sleep(600)
-print(child, flush=True)
 sys.stdin.read()
 """
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -255,7 +252,10 @@ def test_a_fraction_needs_no_digit_before_the_point_and_a_whole_number_is_a_frac
 
 @pytest.mark.parametrize("empty", ["", "null", "~"])
 def test_empty_means_the_default_where_nothing_or_a_section_may_stand(empty):
-    text = HEAD + f"    reward: {empty}\n    rollout: {empty}\n    task_args: {empty}\n    train: {{max_grad_norm: {empty}}}\n"
+    text = (
+        HEAD
+        + f"    reward: {empty}\n    rollout: {empty}\n    task_args: {empty}\n    train: {{max_grad_norm: {empty}}}\n"
+    )
     pipeline = load(text).jobs.pipelines["sums"]
     assert pipeline.reward is None
     assert pipeline.rollout == Rollout()
@@ -371,7 +371,9 @@ def test_a_run_is_named_by_option_or_key_or_file(tmp_path):
 
 def test_later_checks_can_say_where_a_key_stands():
     job_file = load("workers: 2\n" + HEAD + "    rollout:\n      max_tokens: 8\n", workers=3)
-    assert job_file.where("pipelines", "sums", "rollout", "max_tokens") == "jobs.yaml:7: pipelines.sums.rollout.max_tokens"
+    assert (
+        job_file.where("pipelines", "sums", "rollout", "max_tokens") == "jobs.yaml:7: pipelines.sums.rollout.max_tokens"
+    )
     assert job_file.where("pipelines", "sums", "rollout", "top_p") == "jobs.yaml:6: pipelines.sums.rollout.top_p"
     assert job_file.where("pipelines", "sums", "steps") == "jobs.yaml:3: pipelines.sums.steps"
     assert job_file.where("workers") == "jobs.yaml:1: workers"
@@ -459,16 +461,6 @@ def test_no_text_makes_the_reader_fail_in_any_other_way(tmp_path_factory, text):
     assert all(line.startswith(str(path)) for line in str(caught.value).split("\n"))
 
 
-def test_an_unreadable_file_is_explained(tmp_path):
-    path = tmp_path / "jobs.yaml"
-    path.write_text(HEAD)
-    path.chmod(0)
-    if os.access(path, os.R_OK):
-        pytest.skip("this user can read everything")
-    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
-        load_jobs(path)
-
-
 def test_every_default_is_within_its_own_range():
-    assert math.isclose(Pipeline(model="tiny", task="collatz").train.lr, 1e-6)
-    Pipeline.model_validate(Pipeline(model="tiny", task="collatz").model_dump())
+    pipeline = Pipeline(model="tiny", task="collatz")
+    assert Pipeline.model_validate(pipeline.model_dump()) == pipeline

@@ -18,7 +18,7 @@ from longtail.core.events import (
     StepEnded,
 )
 from longtail.observe.live import RunView
-from longtail.observe.text import duration, lines, number, one_line
+from longtail.observe.text import duration, lines, number, one_line, reward
 
 
 class PlainSink:
@@ -90,7 +90,7 @@ class PlainSink:
         self._held.pop(event.pipeline, None)
         metrics, goal = event.metrics, self.view.pipelines[event.pipeline].steps
         self._last[event.pipeline, "step"] = event.t
-        fields = [f"reward {number(metrics.get('reward_mean'))}", f"loss {number(metrics.get('loss'))}"]
+        fields = [f"reward {reward(metrics.get('reward_mean'))}", f"loss {number(metrics.get('loss'))}"]
         fields.append(f"{number(metrics.get('tokens_per_s'))} tok/s")
         fields.append(duration(metrics.get("time_s")))
         self._print(event.t, f"{event.pipeline} step {event.step + 1}/{goal or '?'}   {'   '.join(fields)}")

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from longtail.core.events import Event
 from longtail.observe.live import PipelineView, RunView
-from longtail.observe.text import about, duration, number, percent
+from longtail.observe.text import about, duration, number, percent, reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def render(summary: RunSummary) -> RenderableType:
         table.add_row(
             p.name,
             str(p.steps) if p.steps == p.steps_goal or p.steps_goal is None else f"{p.steps}/{p.steps_goal}",
-            f"{number(p.reward_first)} → {number(p.reward_last)}",
+            f"{reward(p.reward_first)} → {reward(p.reward_last)}",
             duration(p.step_time_s),
             number(p.tokens_per_s),
             Text(p.checkpoint or "-"),

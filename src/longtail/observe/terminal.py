@@ -20,7 +20,7 @@ from rich.text import Text
 from longtail.core.events import Event, MoveMade, Note, RunEnded, Sink
 from longtail.observe.live import PipelineView, RunView
 from longtail.observe.plain import PlainSink, describe_move, describe_note
-from longtail.observe.text import about, duration, number, one_line, percent, sparkline
+from longtail.observe.text import about, duration, number, one_line, percent, reward, sparkline
 
 REFRESH_HZ = 4
 NAME_WIDTH = 16
@@ -128,7 +128,7 @@ def _pipelines(pipelines: list[PipelineView], width: int) -> list[Text]:
         step = p.current if p.status == "running" else p.step
         line = _line(f"{name:<{name_width}}", "bold")
         line.append(f"  step {step:>{goal_width}}/{p.steps or '?':<{goal_width}}", "not bold")
-        line.append(f"  reward {number(p.metrics.get('reward_mean')):>5} ", "not bold")
+        line.append(f"  reward {reward(p.metrics.get('reward_mean')):>5} ", "not bold")
         line.append(f"{sparkline(p.rewards, curve_width):<{max(0, curve_width)}}", "cyan not bold")
         line.append(f"  {_stage(p):<15}", f"{STATUS_STYLE.get(p.status, 'none')} not bold")
         line.append(f"{number(p.tokens_per_s()):>7} tok/s", "not bold")

@@ -46,6 +46,13 @@ def number(value: float | None) -> str:
     return f"{value:.3g}"
 
 
+def reward(value: float | None) -> str:
+    """As :func:`number`, but in columns: two decimals also where the value is tiny."""
+    if value is not None and abs(value) < 0.01:
+        return f"{round(value, 2) + 0.0:.2f}"
+    return number(value)
+
+
 def duration(seconds: float | None) -> str:
     """``0.35 s``, ``12.3 s``, ``4 min 05 s``, ``2 h 13 min``; ``-`` for None."""
     if seconds is None or not math.isfinite(seconds):

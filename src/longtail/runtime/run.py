@@ -15,7 +15,7 @@ from longtail.core.events import Note, RunEnded, RunStarted, Sink
 from longtail.observe.fanout import FanOut
 from longtail.observe.live import RunView
 from longtail.observe.lock import lock_run
-from longtail.observe.store import RunStore, read_events
+from longtail.observe.store import EVENTS_FILE, RunStore, read_events
 from longtail.observe.summary import RunSummary, summarise
 from longtail.observe.tensorboard import TensorBoardSink
 from longtail.observe.terminal import console_sink
@@ -64,7 +64,7 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
         notes, resumed = _compare_with_earlier(folder, job_file)
         dump_resolved(jobs, folder / CONFIG_FILE)
         so_far = RunView()
-        for event in read_events(folder) if resumed else ():
+        for event in read_events(folder) if (folder / EVENTS_FILE).exists() else ():
             so_far.apply(event)
         sinks: list[Sink] = [RunStore(folder), TensorBoardSink(folder / "tensorboard")]
         if not quiet:
