@@ -49,7 +49,7 @@ class Recorder:
 def small_pipeline(**changes: Any) -> Pipeline:
     """A quick job on the tiny model in float64 (where results do not depend on batching); nested keys by ``__``."""
     values: dict[str, Any] = {
-        "model": "/tmp/lead/tiny",
+        "model": "tiny",
         "task": "reverse-text",
         "dtype": "float64",
         "steps": 3,

@@ -14,7 +14,7 @@ from longtail.core.errors import ConfigError, DataError
 from longtail.runtime.check import CheckedJobs, check_jobs
 from longtail.runtime.jobfile import load_jobs
 from longtail.runtime.machine import GIB, Gpu, Machine
-from longtail.runtime.memory import BLOCK_TOKENS, block_bytes
+from longtail.runtime.memory import BLOCK_TOKENS, PROCESS_BYTES, USABLE, block_bytes
 
 CONTEXT = 64
 ROOMY = Machine(cores=4, memory_bytes=64 * GIB, free_bytes=64 * GIB)
@@ -167,7 +167,8 @@ def test_a_chat_format_needs_a_template(folder):
 def test_a_task_without_a_reward_needs_one_whose_columns_it_has(folder):
     task = rows(folder, 10)
     assert problems(folder, one(task=task)) == [
-        "jobs/jobs.yaml:5: pipelines.p.task = 'rows.jsonl': the task has no reward of its own; name a function with the "
+        "jobs/jobs.yaml:5: pipelines.p.task = 'rows.jsonl': the task has no reward of its own; name a function "
+        "with the "
         "key 'reward', as module:function."
     ]
     assert check(folder, one(FINAL, task=task)).pipelines["p"].task.size == 1
@@ -186,8 +187,10 @@ def test_greedy_and_cut_sampling_and_small_micro_batches_warn(folder):
     assert found[:3] == [
         "rollout.temperature = 0: greedy samples of a prompt are all alike, so their rewards do not differ and nothing "
         "is learned.",
-        "rollout.top_k = 5: samples come from a cut distribution, but losses use the log-probabilities of the full one.",
-        "rollout.top_p = 0.9: samples come from a cut distribution, but losses use the log-probabilities of the full one.",
+        "rollout.top_k = 5: samples come from a cut distribution, but losses use the log-probabilities of the "
+        "full one.",
+        "rollout.top_p = 0.9: samples come from a cut distribution, but losses use the log-probabilities of the "
+        "full one.",
     ]
     assert found[3].startswith("train.micro_tokens = 4: a sequence may have 20 tokens")
 
@@ -210,7 +213,8 @@ def test_prompt_and_answer_may_fill_the_context_exactly(folder):
 
 def test_rows_that_are_too_long_are_named_with_their_lengths(folder):
     assert problems(folder, one(FINAL, task=rows(folder, 10, 57, 20, 1500))) == [
-        "jobs/jobs.yaml:3: pipelines.p.rollout.max_tokens: row 2 (57 tokens) and row 4 (1,500 tokens) of rows.jsonl and "
+        "jobs/jobs.yaml:4: pipelines.p.rollout.max_tokens: row 2 (57 tokens) and row 4 (1,500 tokens) of "
+        "rows.jsonl and "
         "max_tokens = 8 are more than the context of 64 tokens; set long_prompts to skip."
     ]
     (found,) = problems(folder, one(FINAL, task=rows(folder, 10, 57)))
@@ -228,7 +232,8 @@ def test_skipped_rows_are_counted_and_never_asked_for(folder):
     pipeline = checked.pipelines["p"]
     assert [len(pipeline.task.example(i).prompt) + 1 for i in range(pipeline.task.size)] == [10, 20, 56]
     assert checked.warnings == (
-        "jobs/jobs.yaml:6: pipelines.p.rollout.max_tokens: row 1 (57 tokens) and row 3 (1,500 tokens) of rows.jsonl and "
+        "jobs/jobs.yaml:6: pipelines.p.rollout.max_tokens: row 1 (57 tokens) and row 3 (1,500 tokens) of "
+        "rows.jsonl and "
         "max_tokens = 8 are more than the context of 64 tokens: 2 of 5 prompts are skipped.",
     )
 
@@ -236,7 +241,8 @@ def test_skipped_rows_are_counted_and_never_asked_for(folder):
 def test_if_all_rows_are_too_long_even_skip_is_an_error(folder):
     text = one(f"{FINAL}\n    rollout: {{max_tokens: 8, long_prompts: skip}}", task=rows(folder, 100, 57))
     assert problems(folder, text) == [
-        "jobs/jobs.yaml:6: pipelines.p.rollout.max_tokens: the context of 64 tokens holds no prompt with max_tokens = 8 "
+        "jobs/jobs.yaml:6: pipelines.p.rollout.max_tokens: the context of 64 tokens holds no prompt with "
+        "max_tokens = 8 "
         "beside it: even the shortest prompt of rows.jsonl has 57 tokens."
     ]
 
@@ -323,19 +329,19 @@ def test_a_cluster_needs_a_number_of_workers_and_its_memory_is_not_checked(folde
 
 
 def test_what_does_not_fit_is_refused_with_the_sum(folder):
-    (found,) = problems(folder, one(), Machine(4, GIB, GIB))
+    (found,) = problems(folder, one(), Machine(4, GIB, 2 * (PROCESS_BYTES + (2 << 20))))
     assert found.startswith(
-        "jobs/jobs.yaml:2: pipelines.p: p does not fit: weights 1 MiB + gradients 1 MiB + optimizer 1 MiB + KV 1 MiB + "
+        "jobs/jobs.yaml:2: pipelines.p: does not fit: weights 1 MiB + gradients 1 MiB + optimizer 1 MiB + KV 1 MiB + "
         "training "
     )
-    assert " on each of 2 workers, 1" in found
+    assert " on each of 2 workers, 2 MiB free. Lower rollout.max_tokens" in found
 
 
 def test_the_kv_cache_shrinks_before_a_pipeline_is_refused(folder):
     roomy = check(folder, one("algorithm: {group_size: 64}")).pipelines["p"]
     config, rollout = roomy.model, load_jobs("jobs/jobs.yaml").jobs.pipelines["p"]
     fixed = roomy.memory.resident + roomy.memory.peak
-    free = int((fixed + roomy.memory.kv_wanted // 2) / 0.92) + (400 << 20)
+    free = int((fixed + roomy.memory.kv_wanted // 2) / USABLE) + PROCESS_BYTES
     checked = check(folder, one("algorithm: {group_size: 64}"), Machine(4, 2 * free, 2 * free))
     tight = checked.pipelines["p"]
     assert roomy.memory.kv_least <= tight.memory.kv < roomy.memory.kv

@@ -110,7 +110,8 @@ BAD_LINES = {
     "train: {warmup_steps: 101}": "train.warmup_steps = 101: warm-up takes more steps than the pipeline has "
     "(steps = 100).",
     # task_args, where any type may stand
-    "task_args: {shuffle: no}": "task_args.shuffle = no: this is text; write true or false, or put it in quotes if text "
+    "task_args: {shuffle: no}": "task_args.shuffle = no: this is text; write true or false, or put it in quotes "
+    "if text "
     "is meant.",
     "task_args: {n: 0x10}": "task_args.n = 0x10: this is text; write the number in plain decimal digits, or put it in "
     "quotes if text is meant.",
@@ -128,16 +129,19 @@ BAD_KEYS = {
     "zzz: 1": "unknown key 'zzz'; known keys are model, task, task_args, reward, reward_timeout_s, algorithm, rollout, "
     "train, checkpoint, steps, seed, dtype.",
     "rollout: {steps: 3}": "unknown key 'steps'; did you mean 'pipelines.sums.steps'?",
-    "train: {learning_rate: 3}": "unknown key 'learning_rate'; known keys are lr, micro_tokens, warmup_steps, schedule, "
+    "train: {learning_rate: 3}": "unknown key 'learning_rate'; known keys are lr, micro_tokens, warmup_steps, "
+    "schedule, "
     "betas, eps, weight_decay, max_grad_norm.",
     "rollout: {group_size: 4}": "unknown key 'group_size'; did you mean 'algorithm.group_size'?",
 }  # fmt: skip
 
 BAD_FILES = {
     "workers: 0\n" + HEAD: ["jobs.yaml:1: workers = 0: must be from 1 to 100000."],
-    "workers: two\n" + HEAD: ["jobs.yaml:1: workers = 'two': must be a whole number from 1 to 100000 or null, not text."],
+    "workers: two\n" + HEAD: ["jobs.yaml:1: workers = 'two': must be a whole number from 1 to 100000 or null, "
+    "not text."],
     "name: a/b\n" + HEAD: [
-        "jobs.yaml:1: name = 'a/b': the name 'a/b' cannot be a folder name: use 1 to 64 ASCII letters, digits, '.', '_' "
+        "jobs.yaml:1: name = 'a/b': the name 'a/b' cannot be a folder name: use 1 to 64 ASCII letters, digits, "
+        "'.', '_' "
         "or '-', starting with a letter or digit."
     ],
     "name: 12\n" + HEAD: ['jobs.yaml:1: name = 12: must be text or null, not a number. Put it in quotes: "12".'],
@@ -151,7 +155,8 @@ BAD_FILES = {
     "pipelines:\n  sums:\n": [
         "jobs.yaml:2: pipelines.sums: the key 'model' is missing: a built-in name (tiny, smollm2-135m), a folder "
         "(relative to the job file), or a Hugging Face hub id.",
-        "jobs.yaml:2: pipelines.sums: the key 'task' is missing: collatz, scratchpad, reverse-text, reasoning_gym/NAME, "
+        "jobs.yaml:2: pipelines.sums: the key 'task' is missing: collatz, scratchpad, reverse-text, "
+        "reasoning_gym/NAME, "
         "or a .jsonl file (relative to the job file).",
     ],
     "pipelines:\n  sums: {modle: tiny, task: collatz}\n": [
@@ -165,7 +170,8 @@ BAD_FILES = {
         'jobs.yaml:2: pipelines.sums.task = 3: must be text that is not empty, not a number. Put it in quotes: "3".',
     ],
     "pipelines:\n  ..: {model: tiny, task: collatz}\n": [
-        "jobs.yaml:2: pipelines...: the name '..' cannot be a folder name: use 1 to 64 ASCII letters, digits, '.', '_' or "
+        "jobs.yaml:2: pipelines...: the name '..' cannot be a folder name: use 1 to 64 ASCII letters, digits, "
+        "'.', '_' or "
         "'-', starting with a letter or digit."
     ],
     HEAD + "    task: rev\n": ["jobs.yaml:5: pipelines.sums: the key 'task' appears twice, first on line 4."],

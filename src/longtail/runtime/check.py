@@ -32,10 +32,10 @@ class CheckedJobs:
         """One line for each pipeline: model, prompts, memory."""
         workers = f"{self.workers} {self.device} worker{'s' * (self.workers > 1)}"
         for name, p in self.pipelines.items():
-            m, size = p.memory, "endless" if p.task.size is None else f"{p.task.size:,}"
+            m, size = p.memory, "endlessly many" if p.task.size is None else f"{p.task.size:,}"
             yield (
                 f"{name}: {p.model.family}, {p.parameters / 1e6:.1f} M parameters; "
-                f"{size} prompts, the longest seen has {p.longest_prompt:,} tokens; on each of {workers} "
+                f"{size} prompts of up to {p.longest_prompt:,} tokens; on each of {workers} "
                 f"{gib(m.resident + m.kv)}, of which KV {gib(m.kv)}, and up to {gib(m.peak)} more while training"
             )
 
@@ -102,7 +102,8 @@ def _admit(
     try:
         granted = admit({name: p.memory for name, p in pipelines.items()}, free, workers)
     except CapacityError as error:
-        findings.problem(error, "pipelines", str(error).partition(" does not fit")[0])
+        name, _, reason = str(error).partition(" ")
+        findings.problem(reason, "pipelines", name)
         return {}
     for name, memory in granted.items():
         if memory.kv < memory.kv_wanted and jobs.pipelines[name].rollout.kv_gib is None:

@@ -86,9 +86,10 @@ def blocks_wanted(config: ModelConfig, pipeline: Pipeline, shape: Shape) -> int:
     requests, samples = _requests(pipeline, shape.workers)
     running = min(requests * samples, pipeline.rollout.max_running)
     prompts = -(-running // samples)
-    shared = shape.prompt_tokens // BLOCK_TOKENS
-    own = _blocks(shape.prompt_tokens + pipeline.rollout.max_tokens) - shared
-    return max(config.kv_heads * (prompts * shared + running * own), blocks_least(config, pipeline, shape))
+    whole = shape.prompt_tokens // BLOCK_TOKENS
+    own = _blocks(shape.prompt_tokens + pipeline.rollout.max_tokens) - whole
+    # The prompt's last block is held once more until the last sample has its own copy of it.
+    return max(config.kv_heads * (prompts * (whole + 1) + running * own), blocks_least(config, pipeline, shape))
 
 
 def admit(footprints: Mapping[str, Footprint], free_bytes: int | None, workers: int) -> dict[str, Footprint]:
@@ -144,7 +145,7 @@ def _training_peak(c: ModelConfig, pipeline: Pipeline, shape: Shape, item: int) 
     """What autograd keeps of one micro-batch, and a chunk of logits with its gradient.
 
     A token keeps, per layer, about 4 hidden vectors, 3 QKV rows (projection, rotated, padded), 2 attention outputs and
-    5 MLP rows.
+    5 MLP rows; the sum is 4 to 20 % above what was measured for SmolLM2-135M with 1,024 to 4,096 tokens.
     """
     longest = shape.prompt_tokens + pipeline.rollout.max_tokens
     step = pipeline.rollout.prompts * (
