@@ -133,12 +133,13 @@ def _run(path: Path, *, check: bool, workers: int | None, name: str | None, fres
     if check:
         _print_checked(checked, job_file)
         return 0
-    from longtail.runtime.run import run_jobs
-
     from longtail.observe.summary import render
+    from longtail.runtime.run import run_jobs
 
     result = run_jobs(checked, job_file, fresh=fresh)
     stdout.print(render(result.summary()))
+    for error in result.errors.values():
+        _print_error(error)
     return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[result.reason]
 
 

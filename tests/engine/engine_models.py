@@ -72,7 +72,7 @@ class DenseAttention:
 def dense_logprobs(model: Decoder, prompt: np.ndarray, tokens: np.ndarray, temperature: float) -> np.ndarray:
     """Teacher-forced log-probabilities of ``tokens`` after ``prompt``, by one plain forward pass."""
     everything = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
-    with torch.inference_mode():
+    with torch.no_grad():
         hidden = model(everything[:-1], DenseAttention(model, len(everything) - 1))
         logits = model.logits(hidden[len(prompt) - 1 :]).double() / (temperature or 1.0)
         return torch.log_softmax(logits, -1)[torch.arange(len(tokens)), torch.from_numpy(tokens).long()].numpy()

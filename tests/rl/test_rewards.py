@@ -116,7 +116,7 @@ def endless():
         (1.0, "returned a float instead of a list"),
         (np.float64(1), "returned a float instead of a list"),
         (torch.tensor(1.0), "returned a float instead of a list"),
-        ({i: 1.0 for i in range(COUNT)}, "returned a dict instead of a list"),
+        (dict.fromkeys(range(COUNT), 1.0), "returned a dict instead of a list"),
         ("1" * COUNT, "returned '1111111111111111' instead of a list"),
         ({1.0}, "returned a set instead of a list"),
         ([1.0] * 15 + [float("nan")], "returned nan for completion 15; rewards must be finite"),

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.core.errors import ConfigError, DataError
@@ -35,6 +35,7 @@ def score(task, index, text):
 
 
 @pytest.mark.parametrize("spec", BUILT_IN)
+@settings(deadline=None)
 @given(index=st.integers(0, 10**12), seed=st.integers(0, 2**63 - 1), chat=st.booleans())
 def test_the_reference_answer_earns_one_and_every_way_to_spoil_it_less(spec, index, seed, chat):
     task = task_of(spec, seed=seed)
@@ -181,6 +182,7 @@ def test_the_last_number_has_one_form(text, number):
     assert last_number(text) == number
 
 
+@settings(deadline=None)
 @given(st.text("ab", max_size=8), st.text("ab", max_size=8))
 def test_matched_is_one_only_for_equal_sequences(written, truth):
     share = matched(written, truth)
@@ -254,7 +256,7 @@ def test_files_that_are_missing_or_empty_are_refused(tmp_path):
     jsonl(tmp_path, {"prompt": "a"})
     with pytest.raises(ConfigError, match=r"No such file.*did you mean 'data.jsonl'"):
         task_of("date.jsonl", tmp_path)
-    with pytest.raises(ConfigError, match="has no .jsonl file|No such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         task_of("sub/date.jsonl", tmp_path)
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ConfigError, match="Is a directory"):
@@ -275,6 +277,7 @@ def test_endless_tasks_count_up():
     assert prompt_indices(task_of("collatz"), step=3, prompts=4, seed=9) == [12, 13, 14, 15]
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 12), prompts=st.integers(1, 30), seed=st.integers(0, 5))
 def test_every_step_is_full_and_every_epoch_holds_every_row_once(size, prompts, seed):
     class Sized:

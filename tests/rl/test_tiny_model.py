@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,6 +28,7 @@ def model():
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
 
 
+@settings(deadline=None)
 @given(text=ASCII)
 def test_text_comes_back_unchanged_with_one_beginning_token_in_front(tokenizer, text):
     ids = tokenizer(text)["input_ids"]

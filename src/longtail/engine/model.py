@@ -8,7 +8,8 @@ weights): QKV rows come per KV head as ``[R query heads | k | v]``, gate and up 
 ``config.mlp_block`` as ``[gate block 0 | up block 0 | gate block 1 | ...]``; ``o`` and ``down`` shard by columns.
 
 What attention *is* belongs to the caller: the sampler passes one that reads and writes KV lanes, the trainer one
-that runs over whole groups with gradients. Both apply QK-norm and RoPE themselves, from :class:`RopeTable`.
+that runs over whole groups with gradients. Both apply QK-norm and RoPE themselves, from :class:`RopeTable`. In inference mode on
+a CPU the projections go through the fused kernels of ``engine/linear.py``; everywhere else they are torch operations.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longtail.engine import linear as fused
 from longtail.engine.config import ModelConfig
 
 
@@ -89,18 +91,36 @@ class Decoder(nn.Module):
         c = self.config
         x_TD = F.embedding(tokens_T, self.embed)
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
-            h_TD = rms_norm(x_TD, layer.attn_norm, c.rms_eps)
-            qkv_TE = F.linear(h_TD, layer.qkv, layer.qkv_bias)
+            qkv_TE = norm_linear(x_TD, layer.attn_norm, c.rms_eps, layer.qkv, layer.qkv_bias)
             o_TQ = attend(i, qkv_TE, layer.q_norm, layer.k_norm)
-            x_TD = x_TD + F.linear(o_TQ, layer.o, layer.o_bias)
-            h_TD = rms_norm(x_TD, layer.mlp_norm, c.rms_eps)
-            gu_T2F = F.linear(h_TD, layer.gate_up, layer.gate_up_bias)
-            x_TD = x_TD + F.linear(swiglu(gu_T2F, c.mlp_block), layer.down, layer.down_bias)
-        return rms_norm(x_TD, self.norm, c.rms_eps)
+            x_TD = linear_add(o_TQ, layer.o, layer.o_bias, x_TD)
+            h_TF = norm_swiglu(x_TD, layer.mlp_norm, c.rms_eps, layer.gate_up, layer.gate_up_bias, c.mlp_block)
+            x_TD = linear_add(h_TF, layer.down, layer.down_bias, x_TD)
+        return fused.rms_norm(x_TD, self.norm, c.rms_eps) if fused.serves(x_TD) else rms_norm(x_TD, self.norm, c.rms_eps)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """``[T, V]`` from final hidden states."""
-        return F.linear(x_TD, self.head)
+        return fused.linear(x_TD, self.head) if fused.serves(x_TD) else F.linear(x_TD, self.head)
+
+
+def norm_linear(x_TD: Tensor, norm_D: Tensor, eps: float, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
+    if fused.serves(x_TD):
+        return fused.linear(x_TD, weight_ND, bias_N, norm_K=norm_D, eps=eps)
+    return F.linear(rms_norm(x_TD, norm_D, eps), weight_ND, bias_N)
+
+
+def linear_add(x_TK: Tensor, weight_DK: Tensor, bias_D: Tensor | None, residual_TD: Tensor) -> Tensor:
+    if fused.serves(x_TK):
+        return fused.linear(x_TK, weight_DK, bias_D, residual_MN=residual_TD)
+    return residual_TD + F.linear(x_TK, weight_DK, bias_D)
+
+
+def norm_swiglu(
+    x_TD: Tensor, norm_D: Tensor, eps: float, gate_up_2FD: Tensor, bias_2F: Tensor | None, block: int
+) -> Tensor:
+    if fused.serves(x_TD):
+        return fused.linear(x_TD, gate_up_2FD, bias_2F, norm_K=norm_D, eps=eps, swiglu_block=block)
+    return swiglu(F.linear(rms_norm(x_TD, norm_D, eps), gate_up_2FD, bias_2F), block)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

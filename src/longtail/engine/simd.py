@@ -135,6 +135,7 @@ def _binary(name: str, emit):
 add = _binary("add", lambda builder, a, b: builder.fadd(a, b))
 sub = _binary("sub", lambda builder, a, b: builder.fsub(a, b))
 mul = _binary("mul", lambda builder, a, b: builder.fmul(a, b))
+div = _binary("div", lambda builder, a, b: builder.fdiv(a, b))
 maximum = _binary("maximum", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
@@ -177,31 +178,39 @@ def total64(typingctx, vector):
 
 
 def _exp(builder, x):
-    """exp by Cody-Waite reduction and a Taylor polynomial on |r| <= ln(2)/2; 0 below the smallest normal number.
+    """exp by Cody-Waite reduction and a Taylor polynomial on |r| <= ln(2)/2.
 
-    Relative error below 2e-7 (float32) and 4e-16 (float64) for x <= 0.
+    Relative error below 2e-7 (float32) and 4e-16 (float64); 0 below the smallest normal number, and no infinity: large
+    arguments are cut to 88 (709). NaN stays NaN.
     """
     single = isinstance(x.type.element, ir.FloatType)
     bits, mantissa, bias, terms = (32, 23, 127, 7) if single else (64, 52, 1023, 13)
-    low, ln2_high = (-87.0, 0.693359375) if single else (-708.0, 0.6931471803691238)
-    ln2_low = -2.12194440e-4 if single else 1.9082149292705877e-10
+    lowest, highest = (-87.0, 88.0) if single else (-708.0, 709.0)
+    ln2_high, ln2_low = (0.693359375, -2.12194440e-4) if single else (0.6931471803691238, 1.9082149292705877e-10)
     vector, integers = x.type, ir.VectorType(ir.IntType(bits), x.type.count)
-    tiny = builder.fcmp_ordered("<", x, _constant(vector, low))
-    bounded = builder.select(tiny, _constant(vector, low), x)
-    n = _call(builder, "floor", vector, _call(builder, "fma", vector, bounded, _constant(vector, 1 / math.log(2)), _constant(vector, 0.5)))
-    r = _call(builder, "fma", vector, n, _constant(vector, -ln2_high), bounded)
-    r = _call(builder, "fma", vector, n, _constant(vector, -ln2_low), r)
-    p = _constant(vector, 1 / math.factorial(terms))
+
+    def constant(value: float):
+        return _constant(vector, value)
+
+    def multiply_add(a, b, c):
+        return _call(builder, "fma", vector, a, b, c)
+
+    tiny = builder.fcmp_ordered("<", x, constant(lowest))
+    bounded = builder.select(tiny, constant(lowest), x)
+    bounded = builder.select(builder.fcmp_ordered(">", x, constant(highest)), constant(highest), bounded)
+    n = _call(builder, "floor", vector, multiply_add(bounded, constant(1 / math.log(2)), constant(0.5)))
+    r = multiply_add(n, constant(-ln2_low), multiply_add(n, constant(-ln2_high), bounded))
+    p = constant(1 / math.factorial(terms))
     for k in range(terms - 1, -1, -1):
-        p = _call(builder, "fma", vector, p, r, _constant(vector, 1 / math.factorial(k)))
+        p = multiply_add(p, r, constant(1 / math.factorial(k)))
     exponent = builder.add(builder.fptosi(n, integers), ir.Constant(integers, [bias] * vector.count))
     power = builder.bitcast(builder.shl(exponent, ir.Constant(integers, [mantissa] * vector.count)), vector)
-    return builder.select(tiny, _constant(vector, 0.0), builder.fmul(p, power))
+    return builder.select(tiny, constant(0.0), builder.fmul(p, power))
 
 
 @intrinsic
 def exp(typingctx, vector):
-    """exp of each element, for arguments <= 0."""
+    """exp of each element; see :func:`_exp` for its accuracy and range."""
 
     def codegen(context, builder, signature, args):
         return _exp(builder, args[0])
@@ -283,6 +292,102 @@ def _gemm_body(builder, n_rows, n_vectors, accumulate, data, numbers, scalar) ->
         _store(builder, column(rows_c[i], j), value, itemsize)
 
 
+DOT_ROWS = 4
+DOT_COLUMNS = 6
+
+
+@intrinsic
+def dot_tile(typingctx, rows, columns, prefetch, a, a_at, a_stride, b, b_at, b_stride, c, c_at, c_stride, depth):
+    """``c[rows, columns] = a[rows, depth] @ b[columns, depth].T``, vectorised over ``depth``.
+
+    ``rows`` is 1 to DOT_ROWS, ``columns`` 1, 2 or DOT_COLUMNS, ``depth`` a multiple of a vector. Each element is one
+    chain of FMAs per lane and a fixed tree over lanes. ``prefetch`` asks for the rows of ``b`` two tiles ahead: the
+    first pass over a weight matrix runs at the speed of memory only so.
+    """
+    scalar = b.dtype
+
+    def codegen(context, builder, signature, args):
+        rows, columns, prefetch = args[:3]
+        data = [_data(context, builder, signature.args[i], args[i]) for i in (3, 6, 9)]
+        numbers = [args[i] for i in (4, 5, 7, 8, 10, 11, 12)]
+        for n_columns in (DOT_COLUMNS, 2, 1):
+            for n_rows in range(DOT_ROWS, 0, -1):
+                here = builder.and_(
+                    builder.icmp_signed("==", rows, ir.Constant(rows.type, n_rows)),
+                    builder.icmp_signed("==", columns, ir.Constant(columns.type, n_columns)),
+                )
+                with builder.if_then(here):
+                    _dot_body(builder, n_rows, n_columns, prefetch, data, numbers, scalar)
+        return context.get_dummy_value()
+
+    i = types.intp
+    return types.void(i, i, types.boolean, a, i, i, b, i, i, c, i, i, i), codegen
+
+
+def _dot_body(builder, n_rows, n_columns, prefetch, data, numbers, scalar) -> None:
+    a_p, b_p, c_p = data
+    a_at, a_stride, b_at, b_stride, c_at, c_stride, depth = numbers
+    word, vector, itemsize = a_at.type, _ir_vector(scalar), scalar.bitwidth // 8
+
+    def row(pointer, at, stride, i):
+        return builder.gep(pointer, [builder.add(at, builder.mul(stride, ir.Constant(word, i)))])
+
+    tile = [(i, j) for i in range(n_rows) for j in range(n_columns)]
+    acc = {at: cgutils.alloca_once(builder, vector) for at in tile}
+    rows_a = [row(a_p, a_at, a_stride, i) for i in range(n_rows)]
+    rows_b = [row(b_p, b_at, b_stride, j) for j in range(n_columns)]
+    ahead = builder.mul(b_stride, ir.Constant(word, 2 * n_columns))
+    for slot in acc.values():
+        builder.store(_constant(vector, 0.0), slot)
+    with cgutils.for_range(builder, builder.sdiv(depth, ir.Constant(word, vector.count)), intp=word) as loop:
+        k = builder.mul(loop.index, ir.Constant(word, vector.count))
+        b_v = [_load(builder, builder.gep(pointer, [k]), vector, itemsize) for pointer in rows_b]
+        with builder.if_then(prefetch):
+            for pointer in rows_b:
+                _prefetch(builder, builder.gep(pointer, [builder.add(k, ahead)]))
+        for i in range(n_rows):
+            a_v = _load(builder, builder.gep(rows_a[i], [k]), vector, itemsize)
+            for j in range(n_columns):
+                slot = acc[i, j]
+                builder.store(_call(builder, "fma", vector, a_v, b_v[j], builder.load(slot)), slot)
+    sums = _reduce_all(builder, [builder.load(acc[at]) for at in tile])
+    for (i, j), value in zip(tile, sums, strict=True):
+        builder.store(value, builder.gep(row(c_p, c_at, c_stride, i), [ir.Constant(word, j)]))
+
+
+def _prefetch(builder, pointer) -> None:
+    """Into the second-level cache."""
+    flag = ir.IntType(32)
+    byte = cgutils.voidptr_t
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag]), "llvm.prefetch.p0i8"
+    )
+    builder.call(
+        function, [builder.bitcast(pointer, byte), ir.Constant(flag, 0), ir.Constant(flag, 2), ir.Constant(flag, 1)]
+    )
+
+
+def _reduce_all(builder, vectors: list) -> list:
+    """Sums over the elements of each vector, all by the same tree (neighbours first), sharing the shuffles."""
+    kind = vectors[0].type
+    lanes, results = kind.count, []
+    index = ir.VectorType(ir.IntType(32), lanes)
+    even = ir.Constant(index, list(range(0, 2 * lanes, 2)))
+    odd = ir.Constant(index, list(range(1, 2 * lanes, 2)))
+    for start in range(0, len(vectors), lanes):
+        level = vectors[start : start + lanes]
+        count = len(level)
+        while len(level) < lanes:
+            level.append(_constant(kind, 0.0))
+        while len(level) > 1:
+            level = [
+                builder.fadd(builder.shuffle_vector(a, b, even), builder.shuffle_vector(a, b, odd))
+                for a, b in zip(level[::2], level[1::2], strict=True)
+            ]
+        results += [builder.extract_element(level[0], ir.Constant(ir.IntType(32), i)) for i in range(count)]
+    return results
+
+
 # Memory shared by the threads of a team
 
 
@@ -302,6 +407,6 @@ def fetch_add(typingctx, array, index, value):
 
     def codegen(context, builder, signature, args):
         pointer = builder.gep(_data(context, builder, signature.args[0], args[0]), [args[1]])
-        return builder.atomic_rmw("add", pointer, args[2], "monotonic")
+        return builder.atomic_rmw("add", pointer, args[2], "acq_rel")
 
     return types.int64(array, types.intp, types.int64), codegen

@@ -81,7 +81,7 @@ def _similar(segments: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     for start, length in sorted(segments, key=lambda s: -s[1]):
         if length == 0:
             break
-        if not rows or 4 * length < 3 * longest - 32:
+        if not rows or 8 * length < 7 * longest:
             rows.append([])
             longest = length
         rows[-1].append((start, length))

@@ -74,6 +74,7 @@ class RewardPool:
         self._lock = threading.Lock()
         self._closed = False
         self._processes = _Processes(self._count, self._log_path)
+        self._ending: list[threading.Thread] = []
 
     def __enter__(self) -> RewardPool:
         return self
@@ -144,6 +145,8 @@ class RewardPool:
         for call in self._calls.copy():
             _settle(call, RewardError("the reward processes have been stopped"))
         self._processes.end()
+        for thread in self._ending:
+            thread.join()
 
     def _schedule(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Future[Any]:
         with self._lock:
@@ -155,7 +158,8 @@ class RewardPool:
                 return self._processes.pool.schedule(function, args=arguments, timeout=timeout_s)
             except RuntimeError:  # pebble gives up when an idle process dies, and here may be on a thread of its pool
                 broken, self._processes = self._processes, _Processes(self._count, self._log_path)
-                threading.Thread(target=broken.end).start()
+                self._ending.append(threading.Thread(target=broken.end))
+                self._ending[-1].start()
                 return self._processes.pool.schedule(function, args=arguments, timeout=timeout_s)
 
     def _error(self, pipeline: str, spec: RewardSpec, step: int, error: BaseException) -> RewardError:

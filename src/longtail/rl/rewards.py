@@ -39,7 +39,7 @@ class Reward:
     name: str
     function: Callable[..., Any]
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, /, **arguments: Any) -> Any:
         return self.function(**arguments)
 
 
@@ -217,8 +217,10 @@ def _blame(reward: Reward, where: str, step: int) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
+        sentence = f"{where}: reward {reward.name} raised {describe(error)} (step {step})"
+        print(sentence, file=sys.stderr)
         traceback.print_exception(error)
-        raise RewardError(f"{where}: reward {reward.name} raised {describe(error)} (step {step})") from error
+        raise RewardError(sentence) from error
 
 
 def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
