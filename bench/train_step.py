@@ -1,7 +1,7 @@
 """One GRPO step: ours on two workers against TRL's GRPOTrainer, same model, prompts, group size and token limit.
 
 Both train SmolLM2-135M-Instruct in float32 on the questions of examples/gsm8k_sample.jsonl with the same reward
-(the last number of the answer), 4 prompts x 8 samples x 64 tokens a step, temperature 1, no KL, one update a step.
+(bench/rewards.py: different for every sample, so that no group is without gradient), 4 prompts x 8 samples x 64 tokens a step, temperature 1, no KL, one update a step.
 Ours is the real `longtail run` (Ray, controller, reward processes); TRL has one process with all cores, its
 transformers generation, no evaluation and no checkpoints, which was its fastest setting here. Runs alternate; the
 first step of each run (compilation, allocation) is left out; figures are medians over all other steps.
@@ -12,7 +12,6 @@ TRL lives in an environment of its own (see bench/README.md): --trl-python PATH,
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -38,7 +37,7 @@ def run_longtail_arm(model: str) -> None:
                     "model": model,
                     "task": str(DATA),
                     "task_args": {"prompt": "question"},
-                    "reward": "longtail.rl.rewards:final_number",
+                    "reward": "rewards:letters",
                     "algorithm": {"group_size": GROUP},
                     "rollout": {"prompts": PROMPTS, "max_tokens": tokens},
                     "train": {"lr": LR},
@@ -63,6 +62,7 @@ def run_longtail_arm(model: str) -> None:
 def run_trl_arm(model: str) -> None:
     import json
 
+    import rewards
     import torch
     import transformers
     import trl
@@ -73,14 +73,6 @@ def run_trl_arm(model: str) -> None:
     data = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]} for r in rows]
     )
-
-    def number(text: str) -> str | None:
-        found = re.findall(r"-?\d[\d,]*\.?\d*", text)
-        return found[-1].replace(",", "").rstrip(".") if found else None
-
-    def reward(completions, answer, **_) -> list[float]:
-        texts = [c[0]["content"] for c in completions]
-        return [float(number(t) == number(a.split("####")[-1])) for t, a in zip(texts, answer, strict=True)]
 
     class Clock(transformers.TrainerCallback):
         def __init__(self) -> None:
@@ -116,7 +108,7 @@ def run_trl_arm(model: str) -> None:
             model_init_kwargs={"dtype": "float32"},
         )
         trainer = trl.GRPOTrainer(
-            model=model, reward_funcs=reward, args=config, train_dataset=data, callbacks=[clock]
+            model=model, reward_funcs=rewards.letters, args=config, train_dataset=data, callbacks=[clock]
         )
         clock.times = [time.perf_counter()]
         trainer.train()

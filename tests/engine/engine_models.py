@@ -129,9 +129,7 @@ def run_all(engine: Engine, requests: list[Request], *, check: bool = True) -> d
     return done
 
 
-def assert_same(
-    a: dict[tuple[str, int], Completion], b: dict[tuple[str, int], Completion], tolerance: float
-) -> None:
+def assert_same(a: dict[tuple[str, int], Completion], b: dict[tuple[str, int], Completion], tolerance: float) -> None:
     assert a.keys() == b.keys()
     for key in a:
         assert a[key].tokens.tolist() == b[key].tokens.tolist(), key

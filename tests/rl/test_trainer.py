@@ -19,6 +19,7 @@ from longtail.engine.comm import LocalCommunicator, ProcessGroupCommunicator
 from longtail.engine.config import parse_hf_config
 from longtail.engine.model import Decoder
 from longtail.engine.random import random_model
+from longtail.rl.attention_padded import PaddedAttend
 from longtail.rl.packing import MicroBatch, plan_micro_batches
 from longtail.rl.trainer import MicroStats, Trainer
 
@@ -108,6 +109,18 @@ def test_loss_and_gradients_equal_those_of_a_dense_model_with_trls_formulas(loss
     expected = gradients(dense)
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected[name], **EXACT, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "heads": 4, "kv_heads": 4}, {"heads": 4, "kv_heads": 1}])
+def test_the_attention_of_other_devices_gives_the_same_loss_and_gradients(changes, monkeypatch):
+    config = tiny_config(**changes)
+    groups = random_groups(config, LENGTHS)
+    fused, padded = (make_trainer(random_model(config, seed=0, dtype=torch.float64, std=0.3)) for _ in range(2))
+    ours = run(fused, groups)
+    monkeypatch.setattr("longtail.rl.trainer.GroupAttend", PaddedAttend)
+    theirs = run(padded, groups)
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-12)
+    torch.testing.assert_close(fused.flat.grads, padded.flat.grads, **EXACT)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -326,6 +339,17 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_on_any_rank(world):
     for thread in threads:
         thread.join()
     assert outcomes == [True] * world
+
+
+def test_long_contexts_that_span_many_kernel_blocks_are_exact():
+    config = tiny_config(layers=1, max_context=2048)
+    groups = random_groups(config, [[700, 520, 3, 690], [5]], prompts=[600, 530])
+    model, dense = (random_model(config, seed=0, dtype=torch.float64, std=0.3) for _ in range(2))
+    stats = run(make_trainer(model), groups)
+    theirs = dense_loss(dense, None, groups)
+    theirs.backward()
+    assert stats.loss == pytest.approx(theirs.item(), rel=1e-9)
+    torch.testing.assert_close(model.layers[0].qkv.grad, dense.layers[0].qkv.grad, **EXACT)
 
 
 def test_completions_of_one_token_train_on_the_prompt_pass_alone():

@@ -146,6 +146,9 @@ BAD_FILES = {
     ],
     "name: 12\n" + HEAD: ['jobs.yaml:1: name = 12: must be text or null, not a number. Put it in quotes: "12".'],
     "runs_dir: ''\n" + HEAD: ["jobs.yaml:1: runs_dir = '': must not be empty."],
+    "ray: locl\n" + HEAD: [
+        "jobs.yaml:1: ray = 'locl': must be local, auto, or an address such as 10.0.0.1:6379 or ray://10.0.0.1:10001."
+    ],
     "piplines:\n  a: {}\n": ["jobs.yaml:1: unknown key 'piplines'; did you mean 'pipelines'?"],
     "lr: 1\n" + HEAD: ["jobs.yaml:1: unknown key 'lr'; did you mean 'pipelines.NAME.train.lr'?"],
     "workers: 2\n": ["jobs.yaml:1: the key 'pipelines' is missing: the pipelines by name."],
@@ -430,7 +433,7 @@ all_jobs = st.builds(
     Jobs,
     name=st.none() | names,
     runs_dir=paths,
-    ray=texts,
+    ray=st.sampled_from(["local", "auto", "10.0.0.1:6379", "ray://head:10001"]),
     workers=st.none() | st.integers(1, 9),
     pipelines=st.dictionaries(names, pipelines, min_size=1, max_size=3),
 )

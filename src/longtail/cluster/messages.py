@@ -81,10 +81,9 @@ class TrainBatches(PipelineCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Update(PipelineCommand):
-    """Reduce gradients and apply the optimizer, as a member of ``lease``; ``update`` counts optimizer updates."""
+    """Reduce gradients and apply the optimizer, as a member of ``lease``."""
 
     step: int
-    update: int
     lease: Lease
 
 

@@ -65,7 +65,7 @@ class Tenant:
             algorithm=config.algorithm,
             train=config.train,
             temperature=config.rollout.temperature,
-            steps=config.steps * config.algorithm.iterations,
+            steps=config.steps,
             rank=worker,
             world=world,
             reference=reference,
@@ -172,7 +172,7 @@ class Tenant:
 
     def update(self, command: Update, comm: Communicator) -> Quantum:
         """Reduce gradients with the other members of the lease and apply the optimizer. Raises ``PeerLost``."""
-        stats = self.trainer.update(comm, step=command.update)
+        stats = self.trainer.update(comm, step=command.step)
         report = Updated(
             worker=self.worker,
             pipeline=self.name,
@@ -189,9 +189,7 @@ class Tenant:
         written = checkpoint.write_optimizer_shard(folder, self.trainer)
         if self.worker == 0:
             written += checkpoint.write_weights(folder, self.model, source=Path(command.source))
-        report = Saved(
-            worker=self.worker, pipeline=self.name, attempt=self.attempt, step=command.step, bytes=written
-        )
+        report = Saved(worker=self.worker, pipeline=self.name, attempt=self.attempt, step=command.step, bytes=written)
         return Quantum(SubStage.CHECKPOINT, command.step, 0, 0, [report])
 
 

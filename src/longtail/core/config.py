@@ -198,3 +198,10 @@ class Jobs(Section):
     """Processes that run reward functions, beside the controller."""
     pipelines: dict[Name, Pipeline] = Field(min_length=1)
     """The pipelines by name."""
+
+    @field_validator("ray")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        if value not in ("local", "auto") and not re.fullmatch(r"\S+:\d+", value):
+            raise ValueError("must be local, auto, or an address such as 10.0.0.1:6379 or ray://10.0.0.1:10001")
+        return value

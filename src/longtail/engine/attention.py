@@ -209,9 +209,7 @@ def _team_member(pointer, dtype):
                 base = (block * args[_LAYERS] + args[_LAYER]) * block_words
                 at = (start + i) % block_tokens
                 source = (flat + i) * E + (head * (R + 2) + R) * H
-                _norm_rope(
-                    qkv, source, scratch, 0, H, k_norm, normed, eps, cos[start + i], sin[start + i], dtype(1.0)
-                )
+                _norm_rope(qkv, source, scratch, 0, H, k_norm, normed, eps, cos[start + i], sin[start + i], dtype(1.0))
                 for h in range(H):
                     k[base + h * block_tokens + at] = scratch[h]
                 for h in range(H):
@@ -286,7 +284,9 @@ def _attend(scratch, k, v, lane, start, count, R, H, block_tokens, layer, layers
         first = chunk // block_tokens
         for b in range(blocks):
             base = (lane[first + b] * layers + layer) * block_words
-            _gemm(False, rows, block_tokens, scratch, 0, H, k, base, block_tokens, scratch, s + b * block_tokens, CHUNK, H)
+            _gemm(
+                False, rows, block_tokens, scratch, 0, H, k, base, block_tokens, scratch, s + b * block_tokens, CHUNK, H
+            )
         for i in range(rows):
             valid = min(start + i // R + 1 - chunk, blocks * block_tokens)
             _softmax_row(scratch, s + i * CHUNK, blocks * block_tokens, valid, m + i, l + i, o + i * H, H, zero)

@@ -115,11 +115,11 @@ def _broadcast(group: Any, part: Tensor, root: int) -> dist.Work:
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timeout
-    make = dist.ProcessGroupGloo.create_device
-    options._devices = [make(hostname=address) if address else dist.ProcessGroupGloo.create_default_device()]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+    return gloo(store, rank, size, options)
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:

@@ -206,9 +206,7 @@ class Engine:
         self._complete(self._ended(slots, result), result)
         return result
 
-    def _forward(
-        self, tokens: np.ndarray, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
-    ) -> torch.Tensor:
+    def _forward(self, tokens: np.ndarray, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         self._attend.begin(rows, starts, counts)
         return self.model(torch.from_numpy(tokens).to(self.model.device), self._attend)
 

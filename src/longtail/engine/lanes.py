@@ -138,9 +138,7 @@ class LanePool:
         if wanted > self.free:
             raise CapacityError(f"{wanted} KV blocks wanted, {self.free} of {self.total} free")
         copies = np.empty((2, wanted), np.int64)
-        self.free, n = _claim(
-            self.tables, self.refs, self._free, self.free, rows, positions, self.block_tokens, copies
-        )
+        self.free, n = _claim(self.tables, self.refs, self._free, self.free, rows, positions, self.block_tokens, copies)
         if n:
             source, target = torch.from_numpy(copies[:, :n]).to(self.k.device)
             self.k[target] = self.k[source]

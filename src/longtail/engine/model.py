@@ -96,7 +96,9 @@ class Decoder(nn.Module):
             x_TD = linear_add(o_TQ, layer.o, layer.o_bias, x_TD)
             h_TF = norm_swiglu(x_TD, layer.mlp_norm, c.rms_eps, layer.gate_up, layer.gate_up_bias, c.mlp_block)
             x_TD = linear_add(h_TF, layer.down, layer.down_bias, x_TD)
-        return fused.rms_norm(x_TD, self.norm, c.rms_eps) if fused.serves(x_TD) else rms_norm(x_TD, self.norm, c.rms_eps)
+        return (
+            fused.rms_norm(x_TD, self.norm, c.rms_eps) if fused.serves(x_TD) else rms_norm(x_TD, self.norm, c.rms_eps)
+        )
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """``[T, V]`` from final hidden states."""

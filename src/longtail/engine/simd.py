@@ -66,9 +66,7 @@ def _call(builder, name: str, result: ir.Type, *args):
     suffix = f"v{result.count}" if isinstance(result, ir.VectorType) else ""
     element = result.element if isinstance(result, ir.VectorType) else result
     full = f"llvm.{name}.{suffix}{'f32' if isinstance(element, ir.FloatType) else 'f64'}"
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(result, [a.type for a in args]), full
-    )
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), full)
     return builder.call(function, args)
 
 

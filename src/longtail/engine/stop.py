@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 _MARGIN_TOKENS = 8
 
 
-def stop_position(
-    tokens: Sequence[int], detokenize: Callable[[list[int]], str], stops: Sequence[str]
-) -> int | None:
+def stop_position(tokens: Sequence[int], detokenize: Callable[[list[int]], str], stops: Sequence[str]) -> int | None:
     """Characters of the generated text before the first stop string, or None if none is complete.
 
     To be called after every token: a match is then completed by the last one. The check decodes only a tail of the

@@ -33,11 +33,21 @@ class Group(NamedTuple):
     end: int
 
 
+class Segment(NamedTuple):
+    """A prompt or a completion in the flat batch, and the prompt before it (``prefix`` 0 tokens for prompts)."""
+
+    start: int
+    length: int
+    prefix_start: int
+    prefix: int
+
+
 class Bucket(NamedTuple):
     """Segments of like length as padded rows of their places ``index_SL`` in the flat batch (T for padding)."""
 
-    index_SL: Tensor
+    segments: tuple[Segment, ...]
     longest: int
+    index_SL: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,55 +64,56 @@ class Layout:
 def lay_out(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> Layout:
     """The layout of groups given as (prompt tokens, tokens of each completion); completions may have none."""
     places: list[Group] = []
-    segments: list[tuple[int, int]] = []
-    positions: list[Tensor] = []
+    segments: list[Segment] = []
     at = 0
     for prompt, lengths in groups:
         start = at
-        for first, length in [(0, prompt), *((prompt, n) for n in lengths)]:
-            segments.append((at, length))
-            positions.append(torch.arange(first, first + length))
+        for length, prefix in [(prompt, 0), *((n, prompt) for n in lengths)]:
+            segments.append(Segment(at, length, start, prefix))
             at += length
         places.append(Group(start, start + prompt, at))
-    positions_T = torch.cat(positions)
+    positions_T = torch.cat([torch.arange(s.prefix, s.prefix + s.length) for s in segments])
     return Layout(
         tokens=at,
         groups=tuple(places),
-        buckets=tuple(_bucket(rows, at, device) for rows in _similar(segments)),
+        buckets=tuple(_bucket(alike, at, device) for alike in _similar(segments)),
         positions_T=positions_T.to(device),
         longest=int(positions_T.max()) + 1,
     )
 
 
-def _similar(segments: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def padded_index(ranges: Sequence[tuple[int, int]], width: int, padding: int) -> Tensor:
+    """``[len(ranges), width]``: each row counts from ``start`` for ``length`` numbers, then holds ``padding``."""
+    starts = torch.tensor([start for start, _ in ranges]).unsqueeze(1)
+    lengths = torch.tensor([length for _, length in ranges]).unsqueeze(1)
+    offsets = torch.arange(width).unsqueeze(0)
+    return torch.where(offsets < lengths, starts + offsets, padding)
+
+
+def _similar(segments: list[Segment]) -> list[list[Segment]]:
     """Segments by falling length, cut where padding would cost more than one more kernel call."""
-    rows: list[list[tuple[int, int]]] = []
-    longest = 0
-    for start, length in sorted(segments, key=lambda s: -s[1]):
-        if length == 0:
+    buckets: list[list[Segment]] = []
+    for segment in sorted(segments, key=lambda s: -s.length):
+        if segment.length == 0:
             break
-        if not rows or 8 * length < 7 * longest:
-            rows.append([])
-            longest = length
-        rows[-1].append((start, length))
-    return rows
+        if not buckets or 8 * segment.length < 7 * buckets[-1][0].length:
+            buckets.append([])
+        buckets[-1].append(segment)
+    return buckets
 
 
-def _bucket(rows: list[tuple[int, int]], tokens: int, device: torch.device) -> Bucket:
-    longest = rows[0][1]
-    starts = torch.tensor([s for s, _ in rows]).unsqueeze(1)
-    lengths = torch.tensor([n for _, n in rows]).unsqueeze(1)
-    offsets = torch.arange(longest).unsqueeze(0)
-    index_SL = torch.where(offsets < lengths, starts + offsets, tokens)
-    return Bucket(index_SL.to(device), longest)
+def _bucket(alike: list[Segment], tokens: int, device: torch.device) -> Bucket:
+    longest = alike[0].length
+    index_SL = padded_index([(s.start, s.length) for s in alike], longest, tokens)
+    return Bucket(tuple(alike), longest, index_SL.to(device))
 
 
 class GroupAttend:
-    """The :class:`longtail.engine.model.Attend` of training: differentiable, over the groups of one layout."""
+    """The :class:`longtail.engine.model.Attend` of training on CPU: differentiable, over the groups of one layout."""
 
     def __init__(self, layout: Layout, config: ModelConfig, rope: RopeTable) -> None:
         self.layout, self.config = layout, config
-        self.cos_T1W, self.sin_T1W = _rotations(rope, layout, config.heads_per_kv)
+        self.cos_T1W, self.sin_T1W = rotations(rope, layout, config.heads_per_kv)
         G = config.kv_heads
         lanes_G = torch.arange(G, device=layout.positions_T.device)
         self.lane_rows = [
@@ -110,29 +121,21 @@ class GroupAttend:
         ]  # per bucket [S * G * L]: rows of the flat batch seen as [T * G, W]
 
     def __call__(self, layer: int, qkv_TE: Tensor, q_norm_H: Tensor | None, k_norm_H: Tensor | None) -> Tensor:
-        c = self.config
-        if q_norm_H is not None and k_norm_H is not None:
-            qkv_TGXH = qkv_TE.unflatten(-1, (c.kv_heads, c.heads_per_kv + 2, c.head_dim))
-            q_TGRH, k_TG1H, v_TG1H = qkv_TGXH.split((c.heads_per_kv, 1, 1), dim=2)
-            q_TGRH = rms_norm(q_TGRH, q_norm_H, c.rms_eps)
-            k_TG1H = rms_norm(k_TG1H, k_norm_H, c.rms_eps)
-            qkv_TE = torch.cat((q_TGRH, k_TG1H, v_TG1H), dim=2).flatten(1)
-        return _GroupAttention.apply(qkv_TE, self)
+        return _GroupAttention.apply(normed_lanes(qkv_TE, q_norm_H, k_norm_H, self.config), self)
 
 
 class _GroupAttention(torch.autograd.Function):
     """RoPE, then both parts of attention; saves the rotated lanes, the output and the log-sum-exps."""
 
     @staticmethod
-    def forward(ctx: Any, qkv_TE: Tensor, plan: GroupAttend) -> Tensor:
-        c: ModelConfig = plan.config
-        T: int = plan.layout.tokens
-        G, R, H = c.kv_heads, c.heads_per_kv, c.head_dim
+    def forward(ctx: Any, qkv_TGXH: Tensor, plan: GroupAttend) -> Tensor:
+        T, G, X, H = qkv_TGXH.shape
+        R = X - 2
         # The row after the last token is what padding gathers; zeros there can never overflow.
-        x_TGXH = qkv_TE.new_empty(T + 1, G, R + 2, H)
-        _rotate(qkv_TE.view(T, G, R + 2, H), plan.cos_T1W, plan.sin_T1W, out=x_TGXH[:T])
+        x_TGXH = qkv_TGXH.new_empty(T + 1, G, X, H)
+        rotate(qkv_TGXH, plan.cos_T1W, plan.sin_T1W, out=x_TGXH[:T])
         x_TGXH[T] = 0
-        o_TGRH = qkv_TE.new_empty(T + 1, G, R, H)
+        o_TGRH = qkv_TGXH.new_empty(T + 1, G, R, H)
         lse: Tensor | None = None
         for bucket, rows_N in zip(plan.layout.buckets, plan.lane_rows, strict=True):
             q_BRLH, k_BRLH, v_BRLH = _lanes(x_TGXH, rows_N, bucket.longest)
@@ -154,11 +157,11 @@ class _GroupAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TQ: Tensor) -> tuple[Tensor, None]:
         plan: GroupAttend = ctx.plan
-        x_TGXH, o_TGRH, lse_TGR = ctx.saved_tensors
-        T: int = plan.layout.tokens
-        G, R, H = o_TGRH.shape[1:]
+        saved: tuple[Tensor, Tensor, Tensor] = ctx.saved_tensors
+        x_TGXH, o_TGRH, lse_TGR = saved
+        T, (G, R, H) = len(grad_TQ), o_TGRH.shape[1:]
         g_TGRH = grad_TQ.new_empty(T + 1, G, R, H)
-        g_TGRH[:T] = grad_TQ.view(T, G, R, H)
+        g_TGRH[:T] = grad_TQ.reshape(T, G, R, H)
         g_TGRH[T] = 0
         dx_TGXH = torch.empty_like(x_TGXH)  # every token lies in one bucket, so all of it gets written
         for bucket, rows_N in zip(plan.layout.buckets, plan.lane_rows, strict=True):
@@ -178,11 +181,20 @@ class _GroupAttention(torch.autograd.Function):
             dx_TGXH[start:middle, :, R] += dk.sum(1).transpose(0, 1)
             dx_TGXH[start:middle, :, R + 1] += dv.sum(1).transpose(0, 1)
         d_TGXH = torch.empty_like(dx_TGXH[:T])
-        _rotate(dx_TGXH[:T], plan.cos_T1W, -plan.sin_T1W, out=d_TGXH)
-        return d_TGXH.flatten(1), None
+        rotate(dx_TGXH[:T], plan.cos_T1W, -plan.sin_T1W, out=d_TGXH)
+        return d_TGXH, None
 
 
-def _rotations(rope: RopeTable, layout: Layout, heads_per_kv: int) -> tuple[Tensor, Tensor]:
+def normed_lanes(qkv_TE: Tensor, q_norm_H: Tensor | None, k_norm_H: Tensor | None, c: ModelConfig) -> Tensor:
+    """The projections as lanes ``[T, G, R + 2, H]``, with QK-norm where the model has it."""
+    qkv_TGXH = qkv_TE.unflatten(-1, (c.kv_heads, c.heads_per_kv + 2, c.head_dim))
+    if q_norm_H is None or k_norm_H is None:
+        return qkv_TGXH
+    q_TGRH, k_TG1H, v_TG1H = qkv_TGXH.split((c.heads_per_kv, 1, 1), dim=2)
+    return torch.cat((rms_norm(q_TGRH, q_norm_H, c.rms_eps), rms_norm(k_TG1H, k_norm_H, c.rms_eps), v_TG1H), dim=2)
+
+
+def rotations(rope: RopeTable, layout: Layout, heads_per_kv: int) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines ``[T, 1, W]`` of each token's lanes: queries and key rotate, the value stays.
 
     Full-width rows keep the innermost loops long and contiguous, several times faster on a CPU than rotating halves.
@@ -195,7 +207,7 @@ def _rotations(rope: RopeTable, layout: Layout, heads_per_kv: int) -> tuple[Tens
     return cos_T1W, sin_T1W
 
 
-def _rotate(x_TGXH: Tensor, cos_T1W: Tensor, sin_T1W: Tensor, *, out: Tensor) -> None:
+def rotate(x_TGXH: Tensor, cos_T1W: Tensor, sin_T1W: Tensor, *, out: Tensor) -> None:
     """RoPE of all lanes; with negated sines, its inverse."""
     swapped_TGW = x_TGXH.unflatten(-1, (2, -1)).flip(-2).flatten(2)
     torch.mul(x_TGXH.flatten(2), cos_T1W, out=out.flatten(2)).addcmul_(swapped_TGW, sin_T1W)

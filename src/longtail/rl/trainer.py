@@ -22,8 +22,9 @@ from longtail.core.comm import Communicator
 from longtail.core.config import Algorithm, Train
 from longtail.core.errors import TrainingError
 from longtail.core.types import StepTotals
-from longtail.engine.model import Decoder
+from longtail.engine.model import Attend, Decoder
 from longtail.rl.attention import GroupAttend, Layout, lay_out
+from longtail.rl.attention_padded import PaddedAttend
 from longtail.rl.logprobs import TokenLogprobs, token_logprobs, token_logprobs_backward
 from longtail.rl.losses import GrpoTerms, grpo_terms, sample_weights
 from longtail.rl.lr import learning_rate
@@ -99,7 +100,7 @@ class Trainer:
             return MicroStats()
         packed = pack(batch, totals, self.algorithm.loss, dtype=self.flat.accumulate_dtype, device=self.model.device)
         reference_N = self._reference_logprobs(packed)
-        attend = GroupAttend(packed.layout, self.model.config, self.model.rope)
+        attend = group_attend(self.model, packed.layout)
         with torch.enable_grad():
             hidden_ND = self.model(packed.tokens_T, attend).index_select(0, packed.predict_N)
         terms: list[GrpoTerms] = []
@@ -178,7 +179,7 @@ class Trainer:
     def _reference_logprobs(self, packed: Packed) -> Tensor | None:
         if self.reference is None:
             return None
-        attend = GroupAttend(packed.layout, self.reference.config, self.reference.rope)
+        attend = group_attend(self.reference, packed.layout)
         hidden_ND = self.reference(packed.tokens_T, attend).index_select(0, packed.predict_N)
         return token_logprobs(hidden_ND, self.reference.head, packed.targets_N, self.temperature).logprobs_N
 
@@ -203,6 +204,12 @@ class Trainer:
         ).tolist()
         names = ("loss", "kl", "entropy", "clipped_low", "clipped_high", "gap_sum", "gap_max")
         return MicroStats(samples=packed.samples, tokens=len(loss_N), **dict(zip(names, sums, strict=True)))
+
+
+def group_attend(model: Decoder, layout: Layout) -> Attend:
+    """The fastest training attention for the model's device."""
+    kind = GroupAttend if model.device.type == "cpu" else PaddedAttend
+    return kind(layout, model.config, model.rope)
 
 
 @dataclass(frozen=True)

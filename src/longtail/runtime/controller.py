@@ -135,9 +135,7 @@ class Controller:
 
     def _connect(self) -> None:
         self._generation += 1
-        command: Command = Connect(
-            generation=self._generation, store=self._cluster.rendezvous(self._generation)
-        )
+        command: Command = Connect(generation=self._generation, store=self._cluster.rendezvous(self._generation))
         for worker in range(self._cluster.workers):
             self._cluster.send(worker, [command])
 
@@ -149,4 +147,3 @@ class Controller:
 
     def _emit(self, event: Event) -> None:
         self._sink.write(event)
-

@@ -20,8 +20,8 @@ BLOCK_TOKENS = 16
 """Positions of a KV block: the default of :class:`longtail.engine.lanes.LanePool`."""
 LOGITS_CHUNK = 1 << 24
 """Logits that the trainer holds at once (``rl/logprobs.py``)."""
-PROCESS_BYTES = 400 << 20
-"""What a worker process takes before it has loaded anything (Python, torch, Ray; measured 350 MiB)."""
+PROCESS_BYTES = 500 << 20
+"""What a worker process takes before it has loaded anything (Python, torch, Ray, transformers; 490 MiB measured)."""
 USABLE = 0.92
 """Share of the free memory that is handed out; the rest is for fragmentation and the controller."""
 

@@ -53,7 +53,7 @@ from longtail.core.events import (
 )
 from longtail.core.types import Lease, SamplingParams
 from longtail.rl import checkpoint
-from longtail.rl.packing import plan_micro_batches
+from longtail.rl.packing import plan_micro_batches, with_signal
 from longtail.rl.reward_pool import RewardPool
 from longtail.rl.tasks import Task, prompt_indices
 from longtail.runtime.step import Group, StepBatch, totals
@@ -132,7 +132,10 @@ class PipelineDriver:
         """
         found = checkpoint.latest(self.plan.folder)
         for skipped in found.skipped:
-            self._note("warning", f"{self.name}: an unfinished checkpoint is skipped: {skipped}.")
+            self._note("warning", f"{self.name}: a damaged checkpoint is skipped: {skipped}.")
+        if found.skipped and not found.path:
+            self.fail(f"{self.name}: no checkpoint in {self.plan.folder} is complete; remove them or use --fresh.")
+            return
         self.attempt += 1
         self._abandon_work()
         self.step = self.saved_step = found.step if found.path else 0
@@ -170,7 +173,8 @@ class PipelineDriver:
         if self.over:
             return
         where = f"checkpoint step-{self.saved_step}" if self.saved_path else "its start (no checkpoint yet)"
-        self.error = f"{error} The pipeline is stopped at {where}; other pipelines go on."
+        stop = "" if error.endswith(".") else "."
+        self.error = f"{error}{stop} The pipeline is stopped at {where}; other pipelines go on."
         self._end("failed")
 
     def _end(self, reason: str) -> None:
@@ -328,8 +332,11 @@ class PipelineDriver:
             self._note("warning", f"{self.name}: no sample of step {self.step + 1} has a reward; no update is made.")
             self._finish_step()
             return
-        self._plans = plan_micro_batches(groups, workers=self.workers, micro_tokens=config.train.micro_tokens)
         self._totals = totals(groups, config.rollout.max_tokens)
+        if config.algorithm.beta == 0:
+            # Groups whose advantages are all 0 have no gradient; one is kept so that log-probs are still compared.
+            groups = with_signal(groups) or groups[:1]
+        self._plans = plan_micro_batches(groups, workers=self.workers, micro_tokens=config.train.micro_tokens)
         self._send_micro_batches()
 
     def _send_micro_batches(self) -> None:
@@ -353,12 +360,8 @@ class PipelineDriver:
 
     def granted(self, lease: Lease) -> None:
         """The lease for the update is here: all its workers reduce and step."""
-        update = self.step * self.plan.config.algorithm.iterations + self._iteration
-        self._send_all(
-            lambda _: Update(
-                pipeline=self.name, attempt=self.attempt, step=self.step, update=update, lease=lease
-            )
-        )
+        command = Update(pipeline=self.name, attempt=self.attempt, step=self.step, lease=lease)
+        self._send_all(lambda _: command)
 
     def _updated(self) -> None:
         self._iteration += 1
@@ -459,9 +462,7 @@ class PipelineDriver:
             return
         self.saved_step, self.saved_path = step, path
         self._emit(
-            CheckpointSaved(
-                pipeline=self.name, step=step, path=str(path), bytes=size, duration_s=time.time() - started
-            )
+            CheckpointSaved(pipeline=self.name, step=step, path=str(path), bytes=size, duration_s=time.time() - started)
         )
         if self._ending:
             self._settle()
