@@ -1,7 +1,8 @@
 """One GRPO step: ours on two workers against TRL's GRPOTrainer, same model, prompts, group size and token limit.
 
 Both train SmolLM2-135M-Instruct in float32 on the questions of examples/gsm8k_sample.jsonl with the same reward
-(bench/rewards.py: different for every sample, so that no group is without gradient), 4 prompts x 8 samples x 64 tokens a step, temperature 1, no KL, one update a step.
+(bench/rewards.py: different for every sample, so that no group is without gradient): 4 prompts x 8 samples x 64 tokens
+a step, temperature 1, no KL, one update a step.
 Ours is the real `longtail run` (Ray, controller, reward processes); TRL has one process with all cores, its
 transformers generation, no evaluation and no checkpoints, which was its fastest setting here. Runs alternate; the
 first step of each run (compilation, allocation) is left out; figures are medians over all other steps.
@@ -62,11 +63,12 @@ def run_longtail_arm(model: str) -> None:
 def run_trl_arm(model: str) -> None:
     import json
 
-    import rewards
     import torch
     import transformers
     import trl
     from datasets import Dataset
+
+    import rewards
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from inline_cluster import InlineCluster
 from longtail.core.config import Pipeline
 from longtail.core.events import Event, Note, SequenceEnded, StepEnded
 from longtail.engine.models import resolve_model
@@ -18,7 +19,6 @@ from longtail.rl.reward_pool import RewardPool, RewardSpec
 from longtail.rl.tasks import load_task
 from longtail.runtime.controller import Controller
 from longtail.runtime.pipeline import PipelinePlan
-from inline_cluster import InlineCluster
 
 
 @dataclass

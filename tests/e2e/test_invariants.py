@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtail.core.events import StageEntered, StepEnded, WorkerLost
 from e2e.harness import Outcome, run_inline, small_pipeline
+from longtail.core.events import StageEntered, StepEnded, WorkerLost
 
 
 def assert_same_training(one: Outcome, other: Outcome, pipeline: str, *, tolerance: float = 0.0) -> None:

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -120,18 +121,19 @@ class RayCluster:
         self._poller = threading.Thread(target=self._poll_actors, name="reports", daemon=True)
         self._poller.start()
 
-    def _spawn(self, worker: int):
+    def _spawn(self, worker: int) -> Any:
         cores = sorted(os.sched_getaffinity(0))
         pinned = self._local and not self._gpus and self.workers * self._threads <= len(cores)
         threads = {name: str(self._threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         environment = {**threads, "TOKENIZERS_PARALLELISM": "false"}
-        return RayWorker.options(
+        actor: Any = RayWorker
+        return actor.options(
             num_cpus=self._threads,
             num_gpus=self._gpus,
             runtime_env={"env_vars": environment},
         ).remote(worker, self.workers, self._threads, cores[worker * self._threads] if pinned else None)
 
-    def _await(self, actors: dict[int, object]) -> None:
+    def _await(self, actors: dict[int, Any]) -> None:
         """Wait until the actors answer. Raises ``CapacityError`` when the cluster cannot place them."""
         try:
             answers = ray.get([a.describe.remote() for a in actors.values()], timeout=START_TIMEOUT_S)

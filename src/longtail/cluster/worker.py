@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -24,8 +25,8 @@ from longtail.cluster.messages import (
     Generate,
     Happened,
     LeaseBroken,
-    OpenPipeline,
     Opened,
+    OpenPipeline,
     PipelineCommand,
     PipelineFailed,
     Report,
@@ -90,7 +91,7 @@ class Worker:
                 self._apply(command)
             tenant = self._choose()
             if tenant is not None:
-                self._guarded(tenant, lambda: self._quantum(tenant, tenant.run_quantum))
+                self._guarded(tenant, partial(self._quantum, tenant, tenant.run_quantum))
             self._tell()
         self._tell(everything=True)
         self._disconnect()

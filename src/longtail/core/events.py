@@ -72,7 +72,7 @@ class PipelineEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StageEntered(Event):
-    """A pipeline's current step moved on; ``stage`` is ``rollout``, ``score``, ``train``, ``update`` or ``checkpoint``."""
+    """A pipeline's current step moved on to ``rollout``, ``score``, ``train``, ``update`` or ``checkpoint``."""
 
     kind: ClassVar[str] = "stage"
     pipeline: str
@@ -183,7 +183,7 @@ class Note(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress(Event):
-    """A live reading for displays; never stored. ``waiting``/``running`` count sequences of ``pipeline`` on ``worker``."""
+    """A live reading for displays; never stored. ``waiting`` and ``running`` count the pipeline's sequences there."""
 
     kind: ClassVar[str] = "progress"
     worker: int

@@ -11,9 +11,10 @@ ignored. A pipeline ends exactly once, as finished, failed or interrupted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -406,7 +407,7 @@ class PipelineDriver:
 
     def _times(self, now: float) -> dict[str, float]:
         stages = [*self._entered.items(), ("end", now)]
-        spent = {f"{name}_s": later - start for (name, start), (_, later) in zip(stages, stages[1:], strict=False)}
+        spent = {f"{name}_s": later - start for (name, start), (_, later) in pairwise(stages)}
         defaults = dict.fromkeys(("rollout_s", "score_s", "train_s", "update_s"), 0.0)
         return defaults | spent | {"time_s": now - self._entered["rollout"]}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -90,7 +91,7 @@ class StepBatch:
         for group in self.groups:
             yield from (c for c in group.completions if c is not None)
 
-    def train_groups(self, scale: str) -> list[TrainGroup]:
+    def train_groups(self, scale: Literal["group", "none"]) -> list[TrainGroup]:
         """What the trainer learns from: samples whose reward is None are left out."""
         groups = []
         for group in self.groups:
