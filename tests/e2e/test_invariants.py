@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from e2e.harness import Outcome, run_inline, small_pipeline
 from longtail.core.events import StageEntered, StepEnded, WorkerLost
+from longtail.engine.models import resolve_model
 
 
 def assert_same_training(one: Outcome, other: Outcome, pipeline: str, *, tolerance: float = 0.0) -> None:
@@ -111,3 +113,57 @@ def test_the_sampler_and_the_trainer_agree_on_log_probs(tmp_path):
     outcome = run_inline({"a": small_pipeline(dtype="float32"), "b": small_pipeline()}, tmp_path)
     assert max(m["logprob_diff_max"] for m in outcome.record.steps("a").values()) <= 1e-4
     assert max(m["logprob_diff_max"] for m in outcome.record.steps("b").values()) <= 1e-6
+
+
+def test_three_workers_share_prompts_that_do_not_divide_and_one_prompt_is_split(tmp_path):
+    seven = small_pipeline(rollout__prompts=7, steps=1)
+    single = small_pipeline(rollout__prompts=1, steps=1, seed=9)
+    one = run_inline({"seven": seven, "single": single}, tmp_path / "one")
+    three = run_inline({"seven": seven, "single": single}, tmp_path / "three", workers=3)
+    assert len({s.worker for s in three.record.sequences("single")}) == 3
+    for name in ("seven", "single"):
+        assert_same_training(one, three, name, tolerance=1e-9)
+
+
+def test_training_moves_the_weights(tmp_path):
+    outcome = run_inline({"a": small_pipeline()}, tmp_path)
+    before = load_file(resolve_model("tiny") / "model.safetensors")
+    after = outcome.weights("a")
+    assert any((after[name].double() - tensor.double()).abs().max() > 1e-3 for name, tensor in before.items())
+
+
+def test_a_reward_that_raises_ends_its_pipeline_and_no_other(tmp_path):
+    (tmp_path / "bad_rewards.py").write_text(
+        "def grumpy(prompts, completions, **columns):\n    raise ValueError('no')\n"
+    )
+    jobs = {"bad": small_pipeline(reward="bad_rewards:grumpy"), "good": small_pipeline(task="collatz")}
+    outcome = run_inline(jobs, tmp_path, workers=2)
+    bad, good = outcome.controller.drivers["bad"], outcome.controller.drivers["good"]
+    assert bad.stage == "failed"
+    assert "grumpy" in bad.error
+    assert "other pipelines go on" in bad.error
+    assert good.stage == "finished"
+    assert set(outcome.record.steps("good")) == {0, 1, 2}
+
+
+def test_a_prompt_that_no_worker_can_hold_ends_its_pipeline_with_the_reason(tmp_path):
+    outcome = run_inline({"a": small_pipeline(), "b": small_pipeline(rollout__max_tokens=400)}, tmp_path, kv_blocks=40)
+    assert "KV blocks" in outcome.controller.drivers["b"].error
+    assert outcome.controller.drivers["a"].stage == "finished"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_loud_and_only_fatal_at_the_end(tmp_path):
+    (tmp_path / "a").write_text("a file where the folder of checkpoints should be")
+    outcome = run_inline({"a": small_pipeline()}, tmp_path)
+    driver = outcome.controller.drivers["a"]
+    assert driver.step == 3
+    assert driver.stage == "failed"
+    assert any("Training goes on" in note for note in outcome.record.notes())
+
+
+def test_damaged_checkpoints_are_never_silently_replaced_by_a_fresh_start(tmp_path):
+    run_inline({"a": small_pipeline(steps=1)}, tmp_path)
+    (tmp_path / "a" / "step-000001" / "model.safetensors").write_bytes(b"")
+    outcome = run_inline({"a": small_pipeline(steps=2)}, tmp_path)
+    assert outcome.controller.drivers["a"].stage == "failed"
+    assert "--fresh" in outcome.controller.drivers["a"].error

@@ -23,6 +23,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from longtail.cluster.guard import Guard
 from longtail.cluster.messages import Command, Connect, Lost, Report
 from longtail.cluster.worker import Worker
 from longtail.core.errors import CapacityError
@@ -77,11 +78,11 @@ class RayWorker:
         )
 
     @ray.method(concurrency_group="control")
-    def describe(self) -> tuple[str, str, int]:
-        """(device, address of this node, process id)."""
+    def describe(self) -> tuple[str, str]:
+        """(device, address of this node)."""
         device = self._worker.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{self._threads}"
-        return name, ray.util.get_node_ip_address(), os.getpid()
+        return name, ray.util.get_node_ip_address()
 
     @ray.method(concurrency_group="control")
     def free_port(self) -> int:
@@ -108,14 +109,20 @@ class RayCluster:
     def __init__(self, *, workers: int, threads: int, address: str) -> None:
         self.workers, self._threads = workers, threads
         self._local = address == "local"
+        environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        environment["TOKENIZERS_PARALLELISM"] = "false"
+        # Processes of a local Ray inherit this environment; a runtime_env would cost seconds at every start.
+        self._runtime_env = {} if self._local else {"env_vars": environment}
+        if self._local:
+            os.environ.update(environment)
         _start_ray(address, cpus=workers * threads)
+        self._guard = Guard()
         self._gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 else 0
         self._inbox: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._meeting = tempfile.TemporaryDirectory(prefix="longtail-") if self._local else None
         self._actors = {worker: self._spawn(worker) for worker in range(workers)}
         self.devices = [""] * workers
-        self.pids = [0] * workers
         self._addresses = [""] * workers
         self._await(self._actors)
         self._poller = threading.Thread(target=self._poll_actors, name="reports", daemon=True)
@@ -124,13 +131,11 @@ class RayCluster:
     def _spawn(self, worker: int) -> Any:
         cores = sorted(os.sched_getaffinity(0))
         pinned = self._local and not self._gpus and self.workers * self._threads <= len(cores)
-        threads = {name: str(self._threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        environment = {**threads, "TOKENIZERS_PARALLELISM": "false"}
         actor: Any = RayWorker
         return actor.options(
             num_cpus=self._threads,
             num_gpus=self._gpus,
-            runtime_env={"env_vars": environment},
+            runtime_env=self._runtime_env,
         ).remote(worker, self.workers, self._threads, cores[worker * self._threads] if pinned else None)
 
     def _await(self, actors: dict[int, Any]) -> None:
@@ -146,8 +151,9 @@ class RayCluster:
             ) from error
         except RayError as error:
             raise CapacityError(f"a worker could not start: {error}") from error
-        for worker, (device, address, pid) in zip(actors, answers, strict=True):
-            self.devices[worker], self._addresses[worker], self.pids[worker] = device, address, pid
+        for worker, (device, address) in zip(actors, answers, strict=True):
+            self.devices[worker], self._addresses[worker] = device, address
+        self._guard.watch()
 
     def _poll_actors(self) -> None:
         waiting: dict = {}
@@ -210,6 +216,7 @@ class RayCluster:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
         ray.shutdown()
+        self._guard.close()
         if self._meeting is not None:
             self._meeting.cleanup()
 

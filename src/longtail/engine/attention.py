@@ -32,18 +32,21 @@ from longtail.engine.simd import (
     load,
     maximum,
     mul,
+    prefetch,
     splat,
     store,
     sub,
     total,
 )
-from longtail.engine.team import run, team_size
+from longtail.engine.team import Kernel, float_word, team_size, words
 
 TILE = 16
 """Tokens of one work item of a prefill."""
 CHUNK = 256
 """Positions whose scores are held at once; a multiple of every supported block size up to itself."""
 _ALIGN = 16
+_AHEAD = 2
+"""Blocks between the one that is computed and the one that is fetched from memory."""
 _PARALLEL_WORK = 200_000
 """Multiply-adds of one layer below which waking a second thread costs more than it brings."""
 
@@ -70,33 +73,30 @@ class LaneAttention:
 
     def __init__(self, pool: LanePool, rope: RopeTable) -> None:
         self._pool, self._rope = pool, rope
-        c = pool.config
         self._kernel = _kernel(pool.k.dtype)
-        self._numpy = np.float32 if pool.k.dtype == torch.float32 else np.float64
-        self._args = np.zeros(_WORDS, np.int64)
-        self._floats = self._args.view(np.float64)
-        self._scratch = np.empty((0, 0), self._numpy)
-        self._keep: tuple = ()
-        self._one = np.ones(c.head_dim, self._numpy)
+        self._args = words(_WORDS)()
+        self._scratch = torch.empty(0, 0, dtype=pool.k.dtype)
+        self._tokens, self._threads, self._decode = 0, 1, True
+        self._alive: tuple = ()
 
     def begin(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        """Announce the flat batch: segment i is ``counts[i]`` tokens of lane row ``rows[i]`` from position ``starts[i]``.
+        """Announce the flat batch: segment i is ``counts[i]`` tokens of row ``rows[i]`` from position ``starts[i]``.
 
         The lanes must already reach every position that is written.
         """
         pool, c, args = self._pool, self._pool.config, self._args
-        segments = _tiles(rows.astype(np.int64), starts.astype(np.int64), counts.astype(np.int64), TILE)
-        last = int((starts + counts).max())
-        cos, sin = self._rope.upto(last)
         R, H = c.heads_per_kv, c.head_dim
-        self._decode = bool((counts == 1).all())
+        ends = starts + counts
         self._tokens = int(counts.sum())
-        work = int((segments[:, 2] * (segments[:, 1] + segments[:, 2])).sum()) * c.heads * H * 2
-        self._threads = team_size() if work > _PARALLEL_WORK else 1
-        tile = 1 if self._decode else TILE
-        words = tile * R * (2 * H + CHUNK + 2) + 2 * H
-        if self._scratch.shape[0] < self._threads or self._scratch.shape[1] < words:
-            self._scratch = np.empty((self._threads, words), self._numpy)
+        self._decode = self._tokens == len(counts)
+        segments = _tiles(rows, starts, counts, 1 if self._decode else TILE)
+        self._threads = team_size() if int(counts @ ends) * pool.heads * R * H > _PARALLEL_WORK else 1
+        tile_rows = (1 if self._decode else TILE) * R
+        scratch_words = tile_rows * (2 * H + CHUNK + 2) + 2 * H
+        if self._scratch.shape[0] < self._threads or self._scratch.shape[1] < scratch_words:
+            self._scratch = torch.empty(self._threads, scratch_words, dtype=pool.k.dtype)
+        cos, sin = self._rope.upto(int(ends.max()))
+        self._alive = (segments, cos, sin, pool.tables)
         args[_ITEMS] = len(segments) * pool.heads
         args[_TOKENS], args[_HEADS], args[_R], args[_H] = self._tokens, pool.heads, R, H
         args[_K], args[_V] = pool.k.data_ptr(), pool.v.data_ptr()
@@ -104,55 +104,47 @@ class LaneAttention:
         args[_TABLES], args[_ROWS], args[_WIDTH] = pool.tables.ctypes.data, len(pool.tables), pool.tables.shape[2]
         args[_SEGMENTS] = segments.ctypes.data
         args[_COS], args[_SIN], args[_ROPE_ROWS] = cos.data_ptr(), sin.data_ptr(), len(cos)
-        args[_SCRATCH], args[_SCRATCH_WORDS] = self._scratch.ctypes.data, self._scratch.shape[1]
-        self._floats[_EPS], self._floats[_SCALE] = c.rms_eps, H**-0.5
-        self._keep = (segments, cos, sin, pool.tables)
+        args[_SCRATCH], args[_SCRATCH_WORDS] = self._scratch.data_ptr(), self._scratch.shape[1]
+        args[_EPS], args[_SCALE] = float_word(c.rms_eps), float_word(H**-0.5)
 
     def __call__(self, layer: int, qkv_TE: Tensor, q_norm_H: Tensor | None, k_norm_H: Tensor | None) -> Tensor:
         qkv_TE = qkv_TE.contiguous()
         args, c = self._args, self._pool.config
-        out_TQ = torch.empty(
-            self._tokens, self._pool.heads * c.heads_per_kv * c.head_dim, dtype=qkv_TE.dtype, device=qkv_TE.device
-        )
+        out_TQ = torch.empty(self._tokens, self._pool.heads * c.heads_per_kv * c.head_dim, dtype=qkv_TE.dtype)
         args[_LAYER], args[_QKV], args[_OUT] = layer, qkv_TE.data_ptr(), out_TQ.data_ptr()
         args[_Q_NORM] = 0 if q_norm_H is None else q_norm_H.data_ptr()
         args[_K_NORM] = 0 if k_norm_H is None else k_norm_H.data_ptr()
         if self._decode:
-            args[_WRITE] = args[_ATTEND] = 1
-            run(self._kernel, args, self._threads)
+            self._run(write=1, attend=1)
         else:
             # All keys of the chunk must be in place before the first query of it.
-            args[_WRITE], args[_ATTEND] = 1, 0
-            run(self._kernel, args, self._threads)
-            args[_WRITE], args[_ATTEND] = 0, 1
-            run(self._kernel, args, self._threads)
+            self._run(write=1, attend=0)
+            self._run(write=0, attend=1)
         return out_TQ
+
+    def _run(self, write: int, attend: int) -> None:
+        args = self._args
+        args[_NEXT] = args[_TICKET] = 0
+        args[_WRITE], args[_ATTEND] = write, attend
+        self._kernel.run(args, self._threads)
 
 
 def _tiles(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tile: int) -> np.ndarray:
     """int64 ``[n, 4]``: (row, first position, tokens, first flat token) of each tile, longest context first."""
-    offsets = np.cumsum(counts) - counts
-    if (counts == 1).all():
-        segments = np.stack([rows, starts, counts, offsets], axis=1)
-    else:
-        per = -(-counts // tile)
-        owner = np.repeat(np.arange(len(counts)), per)
-        within = (np.arange(len(owner)) - (np.cumsum(per) - per)[owner]) * tile
-        segments = np.stack(
-            [
-                rows[owner],
-                starts[owner] + within,
-                np.minimum(counts[owner] - within, tile),
-                offsets[owner] + within,
-            ],
-            axis=1,
-        )
-    return np.ascontiguousarray(segments[np.argsort(-segments[:, 1], kind="stable")])
+    pieces = -(-counts // tile)
+    owner = np.repeat(np.arange(len(counts)), pieces)
+    within = (np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]) * tile
+    segments = np.empty((len(owner), 4), np.int64)
+    segments[:, 0] = rows[owner]
+    segments[:, 1] = starts[owner] + within
+    segments[:, 2] = np.minimum(counts[owner] - within, tile)
+    segments[:, 3] = (np.cumsum(counts) - counts)[owner] + within
+    return segments[np.argsort(-segments[:, 1], kind="stable")]
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype):
-    return {torch.float32: _compile32, torch.float64: _compile64}[dtype]()
+def _kernel(dtype: torch.dtype) -> Kernel:
+    return Kernel(_compile32() if dtype == torch.float32 else _compile64())
 
 
 def _compile32():
@@ -196,10 +188,12 @@ def _team_member(pointer, dtype):
     scratch = carray(as_pointer(args[_SCRATCH] + ticket * words * out.itemsize), words, dtype)
     eps, scale = dtype(floats[_EPS]), dtype(floats[_SCALE])
     block_words = H * block_tokens
-    while True:
-        item = fetch_add(args, _NEXT, 1)
-        if item >= args[_ITEMS]:
-            return
+    no_lane = tables[0, 0, :0]
+    item = fetch_add(args, _NEXT, 1)
+    while item < args[_ITEMS]:
+        # The next item is claimed already, so that its first blocks can be fetched while this one is computed.
+        next_item = fetch_add(args, _NEXT, 1)
+        next_lane = tables[segments[next_item // heads, 0], next_item % heads] if next_item < args[_ITEMS] else no_lane
         segment, head = segments[item // heads], item % heads
         row, start, count, flat = segment[0], segment[1], segment[2], segment[3]
         lane = tables[row, head]
@@ -231,7 +225,9 @@ def _team_member(pointer, dtype):
                         sin[start + i],
                         scale,
                     )
-            _attend(scratch, k, v, lane, start, count, R, H, block_tokens, args[_LAYER], args[_LAYERS], dtype(0.0))
+            _attend(
+                scratch, k, v, lane, next_lane, start, count, R, H, block_tokens, args[_LAYER], args[_LAYERS], dtype(0.0)
+            )
             rows = count * R
             for i in range(count):
                 for r in range(R):
@@ -239,6 +235,7 @@ def _team_member(pointer, dtype):
                     source = rows * H + (i * R + r) * H
                     for h in range(H):
                         out[target + h] = scratch[source + h]
+        item = next_item
 
 
 @njit(cache=True, error_model="numpy")
@@ -264,70 +261,90 @@ def _norm_rope(source, at, target, to, H, weight, normed, eps, cos, sin, scale):
 
 
 @njit(cache=True, error_model="numpy")
-def _attend(scratch, k, v, lane, start, count, R, H, block_tokens, layer, layers, zero):
+def _attend(scratch, k, v, lane, next_lane, start, count, R, H, block_tokens, layer, layers, zero):
     """Softmax attention of ``count * R`` query rows, at ``scratch[0:]``, into ``scratch[rows * H :]``.
 
     The rest of ``scratch`` holds scores ``[rows, CHUNK]``, and each row's running maximum and sum.
     """
     rows = count * R
-    o, s = rows * H, 2 * rows * H
-    m, l = s + rows * CHUNK, s + rows * CHUNK + rows
+    out, scores = rows * H, 2 * rows * H
+    top, mass = scores + rows * CHUNK, scores + rows * CHUNK + rows
     for i in range(rows * H):
-        scratch[o + i] = zero
+        scratch[out + i] = zero
     for i in range(rows):
-        scratch[m + i] = -np.inf
-        scratch[l + i] = zero
-    block_words = H * block_tokens
-    last = start + count
-    for chunk in range(0, last, CHUNK):
-        blocks = min(CHUNK, last - chunk + block_tokens - 1) // block_tokens
+        scratch[top + i] = -np.inf
+        scratch[mass + i] = zero
+    size = H * block_tokens
+    end = start + count
+    for chunk in range(0, end, CHUNK):
         first = chunk // block_tokens
+        blocks = min(CHUNK, end - chunk + block_tokens - 1) // block_tokens
         for b in range(blocks):
-            base = (lane[first + b] * layers + layer) * block_words
-            _gemm(
-                False, rows, block_tokens, scratch, 0, H, k, base, block_tokens, scratch, s + b * block_tokens, CHUNK, H
-            )
+            # Blocks lie anywhere in memory: fetch keys two blocks ahead, then the first values.
+            if b + _AHEAD < blocks:
+                _fetch(k, lane[first + b + _AHEAD], layer, layers, size)
+            else:
+                _fetch(v, lane[first + max(0, b + _AHEAD - blocks)], layer, layers, size)
+            base = (lane[first + b] * layers + layer) * size
+            to = scores + b * block_tokens
+            _gemm(False, rows, block_tokens, scratch, 0, H, k, base, block_tokens, scratch, to, CHUNK, H)
         for i in range(rows):
             valid = min(start + i // R + 1 - chunk, blocks * block_tokens)
-            _softmax_row(scratch, s + i * CHUNK, blocks * block_tokens, valid, m + i, l + i, o + i * H, H, zero)
+            row = scores + i * CHUNK
+            _softmax_row(scratch, row, blocks * block_tokens, valid, top + i, mass + i, out + i * H, H, zero)
         for b in range(blocks):
-            base = (lane[first + b] * layers + layer) * block_words
-            _gemm(True, rows, H, scratch, s + b * block_tokens, CHUNK, v, base, H, scratch, o, H, block_tokens)
+            if b + _AHEAD < blocks:
+                _fetch(v, lane[first + b + _AHEAD], layer, layers, size)
+            elif chunk + CHUNK < end:
+                _fetch(k, lane[first + b + _AHEAD], layer, layers, size)
+            elif b + _AHEAD - blocks < len(next_lane):
+                _fetch(k, next_lane[b + _AHEAD - blocks], layer, layers, size)
+            base = (lane[first + b] * layers + layer) * size
+            weights = scores + b * block_tokens
+            _gemm(True, rows, H, scratch, weights, CHUNK, v, base, H, scratch, out, H, block_tokens)
     for i in range(rows):
-        inverse = 1 / scratch[l + i]
+        inverse = 1 / scratch[mass + i]
         for h in range(H):
-            scratch[o + i * H + h] *= inverse
+            scratch[out + i * H + h] *= inverse
 
 
-@njit(cache=True, error_model="numpy", inline="never")
-def _softmax_row(scratch, s, width, valid, m, l, o, H, nothing):
+@njit(cache=True, error_model="numpy")
+def _fetch(pool, block, layer, layers, size):
+    """Prefetch one layer of a block; MISSING is ignored."""
+    if block >= 0:
+        base = (block * layers + layer) * size
+        for i in range(0, size, VECTOR_BYTES // pool.itemsize):
+            prefetch(pool, base + i)
+
+
+@njit(cache=True, error_model="numpy")
+def _softmax_row(scratch, row, width, valid, top, mass, out, H, nothing):
     """Turn the first ``valid`` scores of a row into weights, the others into 0; rescale what is summed so far."""
-    zero = splat(nothing)
     lanes = VECTOR_BYTES // scratch.itemsize
+    zero = splat(nothing)
     if valid <= 0:
         for j in range(0, width, lanes):
-            store(scratch, s + j, zero)
+            store(scratch, row + j, zero)
         return
     for j in range(valid, width):
-        scratch[s + j] = -np.inf
-    top = load(scratch, s)
+        scratch[row + j] = -np.inf
+    high = load(scratch, row)
     for j in range(lanes, width, lanes):
-        top = maximum(top, load(scratch, s + j))
-    old = scratch[m]
-    new = max(largest(top), old)
-    shift = splat(new)
-    summed = zero
+        high = maximum(high, load(scratch, row + j))
+    old = scratch[top]
+    new = max(largest(high), old)
+    shift, summed = splat(new), zero
     for j in range(0, width, lanes):
-        weight = exp(sub(load(scratch, s + j), shift))
-        store(scratch, s + j, weight)
+        weight = exp(sub(load(scratch, row + j), shift))
+        store(scratch, row + j, weight)
         summed = add(summed, weight)
     if new > old:
         decay = exp(splat(old - new))
-        scratch[l] *= largest(decay)
+        scratch[mass] *= largest(decay)
         for h in range(0, H, lanes):
-            store(scratch, o + h, mul(load(scratch, o + h), decay))
-        scratch[m] = new
-    scratch[l] += total(summed)
+            store(scratch, out + h, mul(load(scratch, out + h), decay))
+        scratch[top] = new
+    scratch[mass] += total(summed)
 
 
 @njit(cache=True, error_model="numpy")

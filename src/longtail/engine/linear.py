@@ -36,7 +36,7 @@ from longtail.engine.simd import (
     sub,
     total,
 )
-from longtail.engine.team import run, team_size
+from longtail.engine.team import Kernel, float_word, team_size, words
 
 _ITEM_ROWS = 8 * DOT_COLUMNS
 """Weight rows of one work item, where no activation asks for more."""
@@ -48,15 +48,17 @@ _PARALLEL_WORK = 400_000
 (_NEXT, _TICKET, _NEXT_ROW, _ROWS_DONE, _M, _N, _K, _X, _W, _W_STRIDE, _BIAS) = range(11)
 (_NORM, _NORMED, _RESIDUAL, _OUT, _BLOCK, _SCRATCH, _EPS) = range(11, 18)
 _WORDS = 18
+_Args = words(_WORDS)
 
 
-def serves(x_MK: Tensor) -> bool:
-    """Whether the kernels here take ``x``: inference mode, on the CPU, float32 or float64, whole vectors."""
+def serves(x_MK: Tensor, *widths: int) -> bool:
+    """Whether the kernels here take ``x``, and inputs of these widths: in inference mode, on the CPU, float32 or
+    float64, whole vectors."""
     return (
         torch.is_inference_mode_enabled()
         and x_MK.device.type == "cpu"
         and x_MK.dtype in (torch.float32, torch.float64)
-        and x_MK.shape[-1] * x_MK.itemsize % VECTOR_BYTES == 0
+        and not any(width * x_MK.itemsize % VECTOR_BYTES for width in (x_MK.shape[1], *widths))
     )
 
 
@@ -77,32 +79,35 @@ def linear(
     """
     x_MK = x_MK.contiguous()
     M, K = x_MK.shape
-    N = len(weight_NK)
-    out = torch.empty(M, N // 2 if swiglu_block else N, dtype=x_MK.dtype)
-    normed = x_MK if norm_K is None else torch.empty_like(x_MK)
-    args = np.zeros(_WORDS, np.int64)
-    args[_M:] = (
+    N, stride = weight_NK.shape[0], weight_NK.stride(0)
+    dtype = x_MK.dtype
+    threads = team_size() if N * K * max(M, 4) > _PARALLEL_WORK else 1
+    out = torch.empty(M, N // 2 if swiglu_block else N, dtype=dtype)
+    normed = x_MK if norm_K is None else torch.empty(M, K, dtype=dtype)
+    scratch = None
+    if swiglu_block:
+        scratch = torch.empty(threads * _panel_rows(M, K, x_MK.itemsize) * 2 * swiglu_block, dtype=dtype)
+    args = _Args(
+        0,
+        0,
+        0,
+        0,
         M,
         N,
         K,
         x_MK.data_ptr(),
         weight_NK.data_ptr(),
-        weight_NK.stride(0),
+        stride,
         0 if bias_N is None else bias_N.data_ptr(),
         0 if norm_K is None else norm_K.data_ptr(),
         normed.data_ptr(),
         0 if residual_MN is None else residual_MN.data_ptr(),
         out.data_ptr(),
         swiglu_block,
-        0,
-        0,
+        0 if scratch is None else scratch.data_ptr(),
+        float_word(eps),
     )
-    args.view(np.float64)[_EPS] = eps
-    threads = team_size() if N * K * max(M, 4) > _PARALLEL_WORK else 1
-    if swiglu_block:
-        scratch = torch.empty(threads, _panel_rows(M, K, x_MK.itemsize) * 2 * swiglu_block, dtype=x_MK.dtype)
-        args[_SCRATCH] = scratch.data_ptr()
-    run(_kernel(x_MK.dtype), args, threads)
+    _kernel(dtype).run(args, threads)
     return out
 
 
@@ -110,15 +115,11 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight``, as :func:`linear` computes it."""
     x_MK = x_MK.contiguous()
     out = torch.empty_like(x_MK)
-    args = np.zeros(_WORDS, np.int64)
-    args[_M], args[_K], args[_X], args[_NORM], args[_NORMED] = (
-        *x_MK.shape,
-        x_MK.data_ptr(),
-        weight_K.data_ptr(),
-        out.data_ptr(),
-    )
-    args.view(np.float64)[_EPS] = eps
-    run(_kernel(x_MK.dtype), args, 1)
+    args = _Args()
+    args[_M], args[_K] = x_MK.shape
+    args[_X], args[_NORM], args[_NORMED] = x_MK.data_ptr(), weight_K.data_ptr(), out.data_ptr()
+    args[_EPS] = float_word(eps)
+    _kernel(x_MK.dtype).run(args, 1)
     return out
 
 
@@ -130,8 +131,8 @@ _compiled_panel_rows = njit(cache=True)(_panel_rows)
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype):
-    return {torch.float32: _compile32, torch.float64: _compile64}[dtype]()
+def _kernel(dtype: torch.dtype) -> Kernel:
+    return Kernel(_compile32() if dtype == torch.float32 else _compile64())
 
 
 def _compile32():

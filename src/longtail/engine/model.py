@@ -90,39 +90,40 @@ class Decoder(nn.Module):
         """Final hidden states ``[T, D]``, normed, ready for :meth:`logits`."""
         c = self.config
         x_TD = F.embedding(tokens_T, self.embed)
-        for i, layer in enumerate(cast("list[Layer]", self.layers)):
-            qkv_TE = norm_linear(x_TD, layer.attn_norm, c.rms_eps, layer.qkv, layer.qkv_bias)
+        fast = fused.serves(x_TD, c.heads * c.head_dim, c.intermediate_size)
+        project, norm = (fused.linear, fused.rms_norm) if fast else (linear, rms_norm)
+        for i, layer in enumerate(self.layers):
+            qkv_TE = project(x_TD, layer.qkv, layer.qkv_bias, norm_K=layer.attn_norm, eps=c.rms_eps)
             o_TQ = attend(i, qkv_TE, layer.q_norm, layer.k_norm)
-            x_TD = linear_add(o_TQ, layer.o, layer.o_bias, x_TD)
-            h_TF = norm_swiglu(x_TD, layer.mlp_norm, c.rms_eps, layer.gate_up, layer.gate_up_bias, c.mlp_block)
-            x_TD = linear_add(h_TF, layer.down, layer.down_bias, x_TD)
-        return (
-            fused.rms_norm(x_TD, self.norm, c.rms_eps) if fused.serves(x_TD) else rms_norm(x_TD, self.norm, c.rms_eps)
-        )
+            x_TD = project(o_TQ, layer.o, layer.o_bias, residual_MN=x_TD)
+            h_TF = project(
+                x_TD, layer.gate_up, layer.gate_up_bias, norm_K=layer.mlp_norm, eps=c.rms_eps, swiglu_block=c.mlp_block
+            )
+            x_TD = project(h_TF, layer.down, layer.down_bias, residual_MN=x_TD)
+        return norm(x_TD, self.norm, c.rms_eps)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """``[T, V]`` from final hidden states."""
         return fused.linear(x_TD, self.head) if fused.serves(x_TD) else F.linear(x_TD, self.head)
 
 
-def norm_linear(x_TD: Tensor, norm_D: Tensor, eps: float, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
-    if fused.serves(x_TD):
-        return fused.linear(x_TD, weight_ND, bias_N, norm_K=norm_D, eps=eps)
-    return F.linear(rms_norm(x_TD, norm_D, eps), weight_ND, bias_N)
-
-
-def linear_add(x_TK: Tensor, weight_DK: Tensor, bias_D: Tensor | None, residual_TD: Tensor) -> Tensor:
-    if fused.serves(x_TK):
-        return fused.linear(x_TK, weight_DK, bias_D, residual_MN=residual_TD)
-    return residual_TD + F.linear(x_TK, weight_DK, bias_D)
-
-
-def norm_swiglu(
-    x_TD: Tensor, norm_D: Tensor, eps: float, gate_up_2FD: Tensor, bias_2F: Tensor | None, block: int
+def linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_MN: Tensor | None = None,
+    swiglu_block: int = 0,
 ) -> Tensor:
-    if fused.serves(x_TD):
-        return fused.linear(x_TD, gate_up_2FD, bias_2F, norm_K=norm_D, eps=eps, swiglu_block=block)
-    return swiglu(F.linear(rms_norm(x_TD, norm_D, eps), gate_up_2FD, bias_2F), block)
+    """What :func:`longtail.engine.linear.linear` computes, in differentiable torch operations."""
+    if norm_K is not None:
+        x_TK = rms_norm(x_TK, norm_K, eps)
+    y_TN = F.linear(x_TK, weight_NK, bias_N)
+    if swiglu_block:
+        y_TN = swiglu(y_TN, swiglu_block)
+    return y_TN if residual_MN is None else residual_MN + y_TN
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

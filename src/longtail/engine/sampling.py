@@ -36,7 +36,7 @@ from longtail.engine.simd import (
     sub,
     total64,
 )
-from longtail.engine.team import run, team_size
+from longtail.engine.team import Kernel, team_size, words
 
 BLOCK = 256
 _BINS = 1024
@@ -47,6 +47,7 @@ _PARALLEL_LOGITS = 100_000
 (_NEXT, _TICKET, _ITEMS, _V, _ROWS, _LOGITS, _INDEX, _SEEDS, _POSITIONS, _TEMPERATURE) = range(10)
 (_TOP_K, _TOP_P, _TOKENS, _LOGPROBS, _SCRATCH, _SUMS) = range(10, 16)
 _WORDS = 16
+_Args = words(_WORDS)
 
 NOT_FINITE = -1
 
@@ -64,7 +65,6 @@ class Sampler:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._args = np.zeros(_WORDS, np.int64)
         self._padded = -(-vocab_size // BLOCK) * BLOCK
         self._scratch: dict[type, np.ndarray] = {}
         self._sums = np.empty((0, 0), np.float64)
@@ -100,12 +100,16 @@ class Sampler:
             np.ascontiguousarray(top_p, np.float64),
         ]
         draws = Draws(np.empty(n, np.int64), np.empty(n, np.float64))
-        args = self._args
-        args[_ITEMS], args[_V], args[_ROWS], args[_LOGITS] = n, V, len(logits_UV), logits_UV.data_ptr()
-        args[_INDEX : _TOP_P + 1] = [a.ctypes.data for a in arrays]
-        args[_TOKENS], args[_LOGPROBS] = draws.tokens.ctypes.data, draws.logprobs.ctypes.data
-        args[_SCRATCH], args[_SUMS] = scratch.ctypes.data, self._sums.ctypes.data
-        run(_kernel(logits_UV.dtype), args, threads)
+        args = _Args(
+            0,
+            0,
+            n,
+            V,
+            logits_UV.shape[0],
+            logits_UV.data_ptr(),
+            *(a.ctypes.data for a in (*arrays, draws.tokens, draws.logprobs, scratch, self._sums)),
+        )
+        _kernel(logits_UV.dtype).run(args, threads)
         return draws
 
 
@@ -126,8 +130,8 @@ def uniform(seed, position):
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype):
-    return {torch.float32: _compile32, torch.float64: _compile64}[dtype]()
+def _kernel(dtype: torch.dtype) -> Kernel:
+    return Kernel(_compile32() if dtype == torch.float32 else _compile64())
 
 
 def _compile32():

@@ -108,6 +108,17 @@ def store(typingctx, array, index, vector):
 
 
 @intrinsic
+def prefetch(typingctx, array, index):
+    """Ask for the cache line of an element."""
+
+    def codegen(context, builder, signature, args):
+        _prefetch(builder, builder.gep(_data(context, builder, signature.args[0], args[0]), [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+@intrinsic
 def splat(typingctx, scalar):
     def codegen(context, builder, signature, args):
         return _splat(builder, args[0], _ir_vector(scalar))
@@ -219,6 +230,20 @@ def exp(typingctx, vector):
 # Micro-kernels
 
 
+def _cases(builder, first, second, shapes: list[tuple[int, int]]):
+    """Position ``builder`` in one branch for each pair of values, in turn; other values do nothing."""
+    end = builder.append_basic_block("end")
+    key = builder.add(builder.mul(first, ir.Constant(first.type, 16)), second)
+    switch = builder.switch(key, end)
+    for shape in shapes:
+        block = builder.append_basic_block(f"shape{shape[0]}x{shape[1]}")
+        switch.add_case(ir.Constant(key.type, shape[0] * 16 + shape[1]), block)
+        builder.position_at_end(block)
+        yield shape
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
 TILE_ROWS = 6
 TILE_VECTORS = 4
 
@@ -237,14 +262,9 @@ def gemm_tile(typingctx, rows, vectors, accumulate, a, a_at, a_stride, b, b_at, 
         rows, vectors, accumulate = args[:3]
         data = [_data(context, builder, signature.args[i], args[i]) for i in (3, 6, 9)]
         numbers = [args[i] for i in (4, 5, 7, 8, 10, 11, 12)]
-        for n_vectors in (TILE_VECTORS, 2, 1):
-            for n_rows in range(TILE_ROWS, 0, -1):
-                here = builder.and_(
-                    builder.icmp_signed("==", rows, ir.Constant(rows.type, n_rows)),
-                    builder.icmp_signed("==", vectors, ir.Constant(vectors.type, n_vectors)),
-                )
-                with builder.if_then(here):
-                    _gemm_body(builder, n_rows, n_vectors, accumulate, data, numbers, scalar)
+        shapes = [(r, v) for r in range(1, TILE_ROWS + 1) for v in (1, 2, TILE_VECTORS)]
+        for n_rows, n_vectors in _cases(builder, rows, vectors, shapes):
+            _gemm_body(builder, n_rows, n_vectors, accumulate, data, numbers, scalar)
         return context.get_dummy_value()
 
     i = types.intp
@@ -308,14 +328,9 @@ def dot_tile(typingctx, rows, columns, prefetch, a, a_at, a_stride, b, b_at, b_s
         rows, columns, prefetch = args[:3]
         data = [_data(context, builder, signature.args[i], args[i]) for i in (3, 6, 9)]
         numbers = [args[i] for i in (4, 5, 7, 8, 10, 11, 12)]
-        for n_columns in (DOT_COLUMNS, 2, 1):
-            for n_rows in range(DOT_ROWS, 0, -1):
-                here = builder.and_(
-                    builder.icmp_signed("==", rows, ir.Constant(rows.type, n_rows)),
-                    builder.icmp_signed("==", columns, ir.Constant(columns.type, n_columns)),
-                )
-                with builder.if_then(here):
-                    _dot_body(builder, n_rows, n_columns, prefetch, data, numbers, scalar)
+        shapes = [(r, n) for r in range(1, DOT_ROWS + 1) for n in (1, 2, DOT_COLUMNS)]
+        for n_rows, n_columns in _cases(builder, rows, columns, shapes):
+            _dot_body(builder, n_rows, n_columns, prefetch, data, numbers, scalar)
         return context.get_dummy_value()
 
     i = types.intp

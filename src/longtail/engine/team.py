@@ -1,7 +1,7 @@
 """Threads for Numba kernels: torch's own OpenMP team.
 
 A second pool of threads beside torch's would fight it for the same cores (idle OpenMP threads spin), so kernels run
-on the threads that just did the matrix product. A kernel is a C callback ``void(int64* args)``; its first two words are
+on the threads that torch's operations use. A kernel is a C callback ``void(int64* args)``; its first two words are
 ``args[0]``, the next work item, and ``args[1]``, the next thread ticket, which every thread takes with ``fetch_add``.
 Which thread does an item never changes its result.
 """
@@ -12,9 +12,41 @@ import ctypes
 import functools
 import glob
 import os
+import struct
 
-import numpy as np
 import torch
+
+
+class Kernel:
+    """A compiled ``numba.cfunc`` over a block of 64-bit words."""
+
+    def __init__(self, compiled) -> None:
+        self._compiled = compiled
+        self._address = compiled.address
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+
+    def run(self, args: ctypes.Array, threads: int) -> None:
+        """Run on ``threads`` threads until all have returned; releases the GIL. ``args`` starts with zeros."""
+        if threads > 1:
+            _parallel()(self._address, args, threads, 0)
+        else:
+            self._call(args)
+
+
+def words(count: int) -> type[ctypes.Array]:
+    """The type of an argument block; call it with the values."""
+    return ctypes.c_int64 * count
+
+
+@functools.lru_cache(256)
+def float_word(value: float) -> int:
+    """The bits of a float64, to be an int64 word of an argument block."""
+    return struct.unpack("q", struct.pack("d", value))[0]
+
+
+def team_size() -> int:
+    """Most threads of a kernel: torch's setting, or 1 where its OpenMP library is not GNU's."""
+    return torch.get_num_threads() if _parallel() is not None else 1
 
 
 @functools.cache
@@ -30,17 +62,3 @@ def _parallel():
         function.restype = None
         return function
     return None
-
-
-def team_size() -> int:
-    """Most threads that :func:`run` may use: torch's setting, or 1 where its OpenMP library is not GNU's."""
-    return torch.get_num_threads() if _parallel() is not None else 1
-
-
-def run(kernel, args: np.ndarray, threads: int) -> None:
-    """Run a compiled ``numba.cfunc`` on ``threads`` threads until all have returned; releases the GIL."""
-    args[0] = args[1] = 0
-    if threads > 1:
-        _parallel()(kernel.address, args.ctypes.data, threads, 0)
-    else:
-        kernel.ctypes(args.ctypes.data)

@@ -19,6 +19,7 @@ from longtail.observe.store import EVENTS_FILE, RunStore, read_events
 from longtail.observe.summary import RunSummary, summarise
 from longtail.observe.tensorboard import TensorBoardSink
 from longtail.observe.terminal import console_sink
+from longtail.rl.checkpoint import latest
 from longtail.rl.reward_pool import RewardPool, RewardSpec
 from longtail.runtime.check import CheckedJobs
 from longtail.runtime.controller import Controller
@@ -71,6 +72,9 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
             sinks.append(console_sink(view=so_far))
         sink = FanOut(sinks)
         stack.callback(sink.close)
+        if done := _finished_before(checked, job_file, folder):
+            sink.write(Note(level="info", message="every pipeline has finished already; nothing to do."))
+            return RunResult(folder=folder, reason="finished", checkpoints=done, errors={})
         rewards = RewardPool(processes=jobs.reward_processes, log_path=folder / "rewards.log")
         stack.callback(rewards.close)
         cluster = _start_cluster(checked, jobs.ray)
@@ -84,6 +88,13 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
         result = _result(folder, controller)
         sink.write(RunEnded(reason=result.reason))
     return result
+
+
+def _finished_before(checked: CheckedJobs, job_file: JobFile, folder: Path) -> dict[str, Path | None]:
+    """The checkpoints of all pipelines if none has a step left to do, else nothing."""
+    found = {name: latest(folder / name) for name in checked.pipelines}
+    over = all(f.path and f.step >= job_file.jobs.pipelines[name].steps for name, f in found.items())
+    return {name: f.path for name, f in found.items()} if over else {}
 
 
 def _start_cluster(checked: CheckedJobs, address: str) -> Cluster:
