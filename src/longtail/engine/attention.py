@@ -25,14 +25,15 @@ from longtail.engine.simd import (
     VECTOR_BYTES,
     add,
     as_pointer,
+    div,
     exp,
     fetch_add,
+    fma,
     gemm_tile,
     largest,
     load,
     maximum,
     mul,
-    prefetch,
     splat,
     store,
     sub,
@@ -167,7 +168,6 @@ def _compile64():
 def _team_member(pointer, dtype):
     """Take items until none is left."""
     args = carray(pointer, _WORDS, np.int64)
-    floats = carray(pointer, _WORDS, np.float64)
     heads, R, H = args[_HEADS], args[_R], args[_H]
     tokens, block_tokens = args[_TOKENS], args[_BLOCK_TOKENS]
     E = heads * (R + 2) * H
@@ -178,16 +178,17 @@ def _team_member(pointer, dtype):
     v = carray(as_pointer(args[_V]), pool, dtype)
     tables = carray(as_pointer(args[_TABLES]), (args[_ROWS], heads, args[_WIDTH]), np.int32)
     segments = carray(as_pointer(args[_SEGMENTS]), (args[_ITEMS] // heads, 4), np.int64)
-    cos = carray(as_pointer(args[_COS]), (args[_ROPE_ROWS], H // 2), dtype)
-    sin = carray(as_pointer(args[_SIN]), (args[_ROPE_ROWS], H // 2), dtype)
+    cos = carray(as_pointer(args[_COS]), args[_ROPE_ROWS] * (H // 2), dtype)
+    sin = carray(as_pointer(args[_SIN]), args[_ROPE_ROWS] * (H // 2), dtype)
     q_norm = carray(as_pointer(args[_Q_NORM]), H, dtype)
     k_norm = carray(as_pointer(args[_K_NORM]), H, dtype)
     normed = args[_Q_NORM] != 0
     words = args[_SCRATCH_WORDS]
     ticket = fetch_add(args, _TICKET, 1)
     scratch = carray(as_pointer(args[_SCRATCH] + ticket * words * out.itemsize), words, dtype)
-    eps, scale = dtype(floats[_EPS]), dtype(floats[_SCALE])
-    block_words = H * block_tokens
+    floats = carray(pointer, _WORDS, np.float64)
+    eps, scale, one = dtype(floats[_EPS]), dtype(floats[_SCALE]), dtype(1.0)
+    lanes, key = VECTOR_BYTES // scratch.itemsize, words - H
     no_lane = tables[0, 0, :0]
     item = fetch_add(args, _NEXT, 1)
     while item < args[_ITEMS]:
@@ -197,124 +198,134 @@ def _team_member(pointer, dtype):
         segment, head = segments[item // heads], item % heads
         row, start, count, flat = segment[0], segment[1], segment[2], segment[3]
         lane = tables[row, head]
+        group = (flat * heads + head) * (R + 2) * H
         if args[_WRITE] != 0:
             for i in range(count):
-                block = lane[(start + i) // block_tokens]
-                base = (block * args[_LAYERS] + args[_LAYER]) * block_words
-                at = (start + i) % block_tokens
-                source = (flat + i) * E + (head * (R + 2) + R) * H
-                _norm_rope(qkv, source, scratch, 0, H, k_norm, normed, eps, cos[start + i], sin[start + i], dtype(1.0))
-                for h in range(H):
-                    k[base + h * block_tokens + at] = scratch[h]
-                for h in range(H):
-                    v[base + at * H + h] = qkv[source + H + h]
+                source = group + i * E + R * H
+                at = (start + i) * (H // 2)
+                _norm_rope(qkv, source, scratch, key, H, k_norm, normed, eps, cos, sin, at, one)
+                if args[_ATTEND] == 0:
+                    block = lane[(start + i) // block_tokens] * args[_LAYERS] + args[_LAYER]
+                    _write(scratch, key, qkv, source + H, k, v, block, (start + i) % block_tokens, H, block_tokens)
         if args[_ATTEND] != 0:
             for i in range(count):
+                at = (start + i) * (H // 2)
                 for r in range(R):
-                    source = (flat + i) * E + (head * (R + 2) + r) * H
-                    _norm_rope(
-                        qkv,
-                        source,
-                        scratch,
-                        (i * R + r) * H,
-                        H,
-                        q_norm,
-                        normed,
-                        eps,
-                        cos[start + i],
-                        sin[start + i],
-                        scale,
-                    )
+                    source, target = group + i * E + r * H, (i * R + r) * H
+                    _norm_rope(qkv, source, scratch, target, H, q_norm, normed, eps, cos, sin, at, scale)
+            value = group + (R + 1) * H if args[_WRITE] != 0 else -1
             _attend(
-                scratch, k, v, lane, next_lane, start, count, R, H, block_tokens, args[_LAYER], args[_LAYERS], dtype(0.0)
+                scratch,
+                k,
+                v,
+                lane,
+                next_lane,
+                start,
+                count,
+                R,
+                H,
+                block_tokens,
+                args[_LAYER],
+                args[_LAYERS],
+                one,
+                key,
+                qkv,
+                value,
             )
             rows = count * R
             for i in range(count):
-                for r in range(R):
-                    target = ((flat + i) * heads + head) * R * H + r * H
-                    source = rows * H + (i * R + r) * H
-                    for h in range(H):
-                        out[target + h] = scratch[source + h]
+                target = ((flat + i) * heads + head) * R * H
+                for j in range(0, R * H, lanes):
+                    store(out, target + j, load(scratch, (rows + i * R) * H + j))
         item = next_item
 
 
 @njit(cache=True, error_model="numpy")
-def _norm_rope(source, at, target, to, H, weight, normed, eps, cos, sin, scale):
+def _norm_rope(source, at, target, to, H, weight, normed, eps, cos, sin, angle, scale):
     """RMS norm (if any), rotation of (i, i + H/2) pairs, and the softmax scale, of one head."""
-    factor = scale
+    lanes = VECTOR_BYTES // source.itemsize
     half = H // 2
+    factor = splat(scale)
     if normed:
-        square = scale - scale
-        for h in range(H):
-            square += source[at + h] * source[at + h]
-        root = 1 / np.sqrt(square / H + eps)
-        for h in range(half):
-            a = source[at + h] * root * weight[h]
-            b = source[at + half + h] * root * weight[half + h]
-            target[to + h] = (a * cos[h] - b * sin[h]) * factor
-            target[to + half + h] = (b * cos[h] + a * sin[h]) * factor
-    else:
-        for h in range(half):
-            a, b = source[at + h], source[at + half + h]
-            target[to + h] = (a * cos[h] - b * sin[h]) * factor
-            target[to + half + h] = (b * cos[h] + a * sin[h]) * factor
+        squares = sub(factor, factor)
+        for h in range(0, H, lanes):
+            x = load(source, at + h)
+            squares = fma(x, x, squares)
+        factor = splat(scale / np.sqrt(total(squares) / source.dtype.type(H) + eps))
+    for h in range(0, half, lanes):
+        a, b = mul(load(source, at + h), factor), mul(load(source, at + half + h), factor)
+        if normed:
+            a, b = mul(a, load(weight, h)), mul(b, load(weight, half + h))
+        c, s = load(cos, angle + h), load(sin, angle + h)
+        store(target, to + h, sub(mul(a, c), mul(b, s)))
+        store(target, to + half + h, fma(b, c, mul(a, s)))
 
 
 @njit(cache=True, error_model="numpy")
-def _attend(scratch, k, v, lane, next_lane, start, count, R, H, block_tokens, layer, layers, zero):
+def _write(key, key_at, value, value_at, k, v, block, at, H, block_tokens):
+    """Put one key and value at position ``at`` of a block (of a layer)."""
+    base = block * H * block_tokens
+    for h in range(H):
+        k[base + h * block_tokens + at] = key[key_at + h]
+    for h in range(0, H, VECTOR_BYTES // v.itemsize):
+        store(v, base + at * H + h, load(value, value_at + h))
+
+
+@njit(cache=True, error_model="numpy")
+def _attend(
+    scratch, k, v, lane, next_lane, start, count, R, H, block_tokens, layer, layers, one, key_at, value, value_at
+):
     """Softmax attention of ``count * R`` query rows, at ``scratch[0:]``, into ``scratch[rows * H :]``.
 
-    The rest of ``scratch`` holds scores ``[rows, CHUNK]``, and each row's running maximum and sum.
+    The rest of ``scratch`` holds scores ``[rows, CHUNK]``, and each row's running maximum and sum. A key and value of
+    the last position that are still to be written (``value_at`` >= 0) are, when their block has come into cache.
     """
+    lanes, zero = VECTOR_BYTES // scratch.itemsize, one - one
     rows = count * R
     out, scores = rows * H, 2 * rows * H
     top, mass = scores + rows * CHUNK, scores + rows * CHUNK + rows
-    for i in range(rows * H):
-        scratch[out + i] = zero
+    for i in range(0, rows * H, lanes):
+        store(scratch, out + i, splat(zero))
     for i in range(rows):
         scratch[top + i] = -np.inf
         scratch[mass + i] = zero
     size = H * block_tokens
     end = start + count
+    # Blocks lie anywhere in memory: keys are fetched two blocks ahead, then the first values, and so on.
+    values = (v.ctypes.data - k.ctypes.data) // k.itemsize
     for chunk in range(0, end, CHUNK):
         first = chunk // block_tokens
         blocks = min(CHUNK, end - chunk + block_tokens - 1) // block_tokens
         for b in range(blocks):
-            # Blocks lie anywhere in memory: fetch keys two blocks ahead, then the first values.
-            if b + _AHEAD < blocks:
-                _fetch(k, lane[first + b + _AHEAD], layer, layers, size)
-            else:
-                _fetch(v, lane[first + max(0, b + _AHEAD - blocks)], layer, layers, size)
             base = (lane[first + b] * layers + layer) * size
+            if b + _AHEAD < blocks:
+                ahead = (lane[first + b + _AHEAD] * layers + layer) * size - base
+            else:
+                ahead = (lane[first + max(0, b + _AHEAD - blocks)] * layers + layer) * size - base + values
+            if value_at >= 0 and chunk + (b + 1) * block_tokens >= end:
+                at = (end - 1) % block_tokens
+                _write(scratch, key_at, value, value_at, k, v, base // size, at, H, block_tokens)
             to = scores + b * block_tokens
-            _gemm(False, rows, block_tokens, scratch, 0, H, k, base, block_tokens, scratch, to, CHUNK, H)
+            _gemm(False, rows, block_tokens, scratch, 0, H, k, base, block_tokens, ahead, scratch, to, CHUNK, H)
         for i in range(rows):
             valid = min(start + i // R + 1 - chunk, blocks * block_tokens)
             row = scores + i * CHUNK
             _softmax_row(scratch, row, blocks * block_tokens, valid, top + i, mass + i, out + i * H, H, zero)
         for b in range(blocks):
-            if b + _AHEAD < blocks:
-                _fetch(v, lane[first + b + _AHEAD], layer, layers, size)
-            elif chunk + CHUNK < end:
-                _fetch(k, lane[first + b + _AHEAD], layer, layers, size)
-            elif b + _AHEAD - blocks < len(next_lane):
-                _fetch(k, next_lane[b + _AHEAD - blocks], layer, layers, size)
             base = (lane[first + b] * layers + layer) * size
+            ahead = 0
+            if b + _AHEAD < blocks:
+                ahead = (lane[first + b + _AHEAD] * layers + layer) * size - base
+            elif chunk + CHUNK < end:
+                ahead = (lane[first + b + _AHEAD] * layers + layer) * size - base - values
+            elif b + _AHEAD - blocks < len(next_lane) and next_lane[b + _AHEAD - blocks] >= 0:
+                ahead = (next_lane[b + _AHEAD - blocks] * layers + layer) * size - base - values
             weights = scores + b * block_tokens
-            _gemm(True, rows, H, scratch, weights, CHUNK, v, base, H, scratch, out, H, block_tokens)
+            _gemm(True, rows, H, scratch, weights, CHUNK, v, base, H, ahead, scratch, out, H, block_tokens)
     for i in range(rows):
-        inverse = 1 / scratch[mass + i]
-        for h in range(H):
-            scratch[out + i * H + h] *= inverse
-
-
-@njit(cache=True, error_model="numpy")
-def _fetch(pool, block, layer, layers, size):
-    """Prefetch one layer of a block; MISSING is ignored."""
-    if block >= 0:
-        base = (block * layers + layer) * size
-        for i in range(0, size, VECTOR_BYTES // pool.itemsize):
-            prefetch(pool, base + i)
+        inverse = div(splat(one), splat(scratch[mass + i]))
+        for h in range(0, H, lanes):
+            store(scratch, out + i * H + h, mul(load(scratch, out + i * H + h), inverse))
 
 
 @njit(cache=True, error_model="numpy")
@@ -348,8 +359,11 @@ def _softmax_row(scratch, row, width, valid, top, mass, out, H, nothing):
 
 
 @njit(cache=True, error_model="numpy")
-def _gemm(accumulate, rows, columns, a, a_at, a_stride, b, b_at, b_stride, c, c_at, c_stride, depth):
-    """``c[rows, columns] (+)= a[rows, depth] @ b[depth, columns]``; ``columns`` is a multiple of a vector."""
+def _gemm(accumulate, rows, columns, a, a_at, a_stride, b, b_at, b_stride, ahead, c, c_at, c_stride, depth):
+    """``c[rows, columns] (+)= a[rows, depth] @ b[depth, columns]``; ``columns`` is a multiple of a vector.
+
+    Meanwhile what lies ``ahead`` of ``b`` is fetched into cache.
+    """
     lanes = VECTOR_BYTES // b.itemsize
     j = 0
     while j < columns:
@@ -366,6 +380,7 @@ def _gemm(accumulate, rows, columns, a, a_at, a_stride, b, b_at, b_stride, c, c_
                 b,
                 b_at + j,
                 b_stride,
+                ahead if i == 0 else 0,
                 c,
                 c_at + i * c_stride + j,
                 c_stride,

@@ -108,17 +108,6 @@ def store(typingctx, array, index, vector):
 
 
 @intrinsic
-def prefetch(typingctx, array, index):
-    """Ask for the cache line of an element."""
-
-    def codegen(context, builder, signature, args):
-        _prefetch(builder, builder.gep(_data(context, builder, signature.args[0], args[0]), [args[1]]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), codegen
-
-
-@intrinsic
 def splat(typingctx, scalar):
     def codegen(context, builder, signature, args):
         return _splat(builder, args[0], _ir_vector(scalar))
@@ -249,32 +238,36 @@ TILE_VECTORS = 4
 
 
 @intrinsic
-def gemm_tile(typingctx, rows, vectors, accumulate, a, a_at, a_stride, b, b_at, b_stride, c, c_at, c_stride, depth):
+def gemm_tile(
+    typingctx, rows, vectors, accumulate, a, a_at, a_stride, b, b_at, b_stride, ahead, c, c_at, c_stride, depth
+):
     """``c[rows, vectors] (+)= a[rows, depth] @ b[depth, vectors]`` with the tile of ``c`` in registers.
 
     ``rows`` is 1 to TILE_ROWS, ``vectors`` (64 bytes each) 1, 2 or TILE_VECTORS, ``depth`` even; one unrolled body is
     compiled for each shape. A single vector column takes two chains of additions (even and odd depth) to hide the
-    latency of FMA.
+    latency of FMA. If ``ahead`` is not 0, the elements of ``b`` that far ahead are prefetched, a line with each line that
+    is read: in one burst they would hold up the loads behind them.
     """
     scalar = b.dtype
 
     def codegen(context, builder, signature, args):
         rows, vectors, accumulate = args[:3]
-        data = [_data(context, builder, signature.args[i], args[i]) for i in (3, 6, 9)]
-        numbers = [args[i] for i in (4, 5, 7, 8, 10, 11, 12)]
+        data = [_data(context, builder, signature.args[i], args[i]) for i in (3, 6, 10)]
+        numbers = [args[i] for i in (4, 5, 7, 8, 9, 11, 12, 13)]
         shapes = [(r, v) for r in range(1, TILE_ROWS + 1) for v in (1, 2, TILE_VECTORS)]
         for n_rows, n_vectors in _cases(builder, rows, vectors, shapes):
             _gemm_body(builder, n_rows, n_vectors, accumulate, data, numbers, scalar)
         return context.get_dummy_value()
 
     i = types.intp
-    return types.void(i, i, types.boolean, a, i, i, b, i, i, c, i, i, i), codegen
+    return types.void(i, i, types.boolean, a, i, i, b, i, i, i, c, i, i, i), codegen
 
 
 def _gemm_body(builder, n_rows, n_vectors, accumulate, data, numbers, scalar) -> None:
     a_p, b_p, c_p = data
-    a_at, a_stride, b_at, b_stride, c_at, c_stride, depth = numbers
+    a_at, a_stride, b_at, b_stride, ahead, c_at, c_stride, depth = numbers
     word, vector, itemsize = a_at.type, _ir_vector(scalar), scalar.bitwidth // 8
+    fetches = builder.icmp_signed("!=", ahead, ir.Constant(word, 0))
     chains = 2 if n_vectors == 1 else 1
 
     def row(pointer, at, stride, i):
@@ -298,6 +291,9 @@ def _gemm_body(builder, n_rows, n_vectors, accumulate, data, numbers, scalar) ->
             k = builder.add(builder.mul(loop.index, ir.Constant(word, 2)), ir.Constant(word, s))
             row_b = builder.gep(start_b, [builder.mul(k, b_stride)])
             b_v = [_load(builder, column(row_b, j), vector, itemsize) for j in range(n_vectors)]
+            with builder.if_then(fetches):
+                for j in range(n_vectors):
+                    _prefetch(builder, builder.gep(column(row_b, j), [ahead]))
             for i in range(n_rows):
                 a_v = _splat(builder, builder.load(builder.gep(rows_a[i], [k])), vector)
                 for j in range(n_vectors):
