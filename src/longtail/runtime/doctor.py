@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LEAST_MEMORY = 2 * GIB
 LEAST_DISK = 2 * GIB
 LEAST_SHM = 128 << 20
-OPTIONAL = {"vllm": "to compare with its engine", "wandb": "to send metrics there"}
+OPTIONAL = {"vllm": "to compare with its engine"}
 STYLES = {"ok": "green", "warning": "yellow", "missing": "red"}
 
 

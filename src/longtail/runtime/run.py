@@ -77,12 +77,13 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
             return RunResult(folder=folder, reason="finished", checkpoints=done, errors={})
         rewards = RewardPool(processes=jobs.reward_processes, log_path=folder / "rewards.log")
         stack.callback(rewards.close)
+        plans = _plans(checked, job_file, folder, rewards)
         cluster = _start_cluster(checked, jobs.ray)
         stack.callback(cluster.close)
         sink.write(_run_started(checked, job_file, cluster, resumed))
         for message in [*notes, *checked.warnings]:
             sink.write(Note(level="warning", message=message))
-        controller = Controller(cluster, _plans(checked, job_file, folder, rewards), rewards=rewards, sink=sink)
+        controller = Controller(cluster, plans, rewards=rewards, sink=sink)
         with _interruptible(controller):
             controller.run()
         result = _result(folder, controller)
