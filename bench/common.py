@@ -70,7 +70,7 @@ class Arm:
     def _read(self) -> dict[str, Any]:
         assert self._child.stdout is not None
         for line in self._child.stdout:
-            if line.startswith("{"):
+            if line.startswith('{"'):
                 return json.loads(line)
             print(f"[{self.name}] {line.rstrip()}", file=sys.stderr)
         raise RuntimeError(f"arm {self.name} ended with exit code {self._child.wait()}")

@@ -74,7 +74,7 @@ class Outcome:
     cluster: InlineCluster
 
     def weights(self, pipeline: str) -> dict[str, torch.Tensor]:
-        path = self.controller.drivers[pipeline].saved_path
+        path = self.controller.drivers[pipeline].saver.last_path
         assert path is not None
         return load_file(path / "model.safetensors")
 

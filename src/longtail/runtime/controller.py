@@ -7,7 +7,9 @@ It runs in one thread and never waits for anything but the next report. The same
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from longtail.cluster.messages import (
     Command,
@@ -22,8 +24,8 @@ from longtail.cluster.messages import (
     Updated,
 )
 from longtail.cluster.protocol import Cluster
-from longtail.core.errors import CapacityError
-from longtail.core.events import Event, Sink, WorkerLost
+from longtail.core.errors import CapacityError, LongtailError
+from longtail.core.events import Event, Note, Sink, WorkerLost
 from longtail.rl.reward_pool import RewardPool
 from longtail.runtime.leases import LeaseBook
 from longtail.runtime.pipeline import PipelineDriver, PipelinePlan
@@ -82,7 +84,7 @@ class Controller:
         for driver in self._live():
             if self._interrupted:
                 driver.interrupt()
-            driver.collect_rewards()
+            self._guarded(driver, driver.collect_rewards)
         for lease in self._leases.grant():
             driver = self.drivers[lease.pipeline]
             if driver.over:
@@ -107,7 +109,18 @@ class Controller:
                     self._leases.member_done(report.pipeline, report.worker)
                 if isinstance(report, Updated):
                     self._restarts = 0
-                self.drivers[report.pipeline].handle(report)
+                driver = self.drivers[report.pipeline]
+                self._guarded(driver, partial(driver.handle, report))
+
+    def _guarded(self, driver: PipelineDriver, work: Callable[[], None]) -> None:
+        """Run ``work`` of one pipeline; an error in it (say, a task that cannot make its next prompt) ends that one."""
+        try:
+            work()
+        except LongtailError as error:
+            driver.fail(f"{driver.name}: {error}")
+        except Exception as error:
+            self._emit(Note(level="error", message=traceback.format_exc(), pipeline=driver.name))
+            driver.fail(f"{driver.name}: {type(error).__name__}: {error}")
 
     def _lost(self, report: Lost) -> None:
         self._emit(WorkerLost(worker=report.worker, reason=report.reason))

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,10 +53,10 @@ from longtail.core.events import (
     StepEnded,
 )
 from longtail.core.types import Lease, SamplingParams
-from longtail.rl import checkpoint
 from longtail.rl.packing import plan_micro_batches, with_signal
 from longtail.rl.reward_pool import RewardPool
 from longtail.rl.tasks import Task, prompt_indices
+from longtail.runtime.saver import Saver
 from longtail.runtime.step import Group, StepBatch, totals
 
 
@@ -103,8 +103,7 @@ class PipelineDriver:
         self.step = 0
         self.attempt = 0
         self.error: str | None = None
-        self.saved_step = -1
-        self.saved_path: Path | None = None
+        self.saver = Saver(plan.folder, workers=workers, keep=plan.config.checkpoint.keep)
         self._rewards, self._send, self._emit, self._ask_lease, self._wake = rewards, send, emit, ask_lease, wake
         self._batch: StepBatch | None = None
         self._futures: dict[Future, Group] = {}
@@ -113,7 +112,6 @@ class PipelineDriver:
         self._update_stats: dict[str, float] = {}
         self._iteration = 0
         self._entered: dict[str, float] = {}
-        self._saving: tuple[int, Path, float, set[int], int] | None = None
         self._ending: str | None = None
 
     # -- life -------------------------------------------------------------------------------------------------
@@ -131,7 +129,7 @@ class PipelineDriver:
 
         ``reason`` says why a running pipeline falls back.
         """
-        found = checkpoint.latest(self.plan.folder)
+        found = self.saver.find()
         for skipped in found.skipped:
             self._note("warning", f"{self.name}: a damaged checkpoint is skipped: {skipped}.")
         if found.skipped and not found.path:
@@ -139,8 +137,7 @@ class PipelineDriver:
             return
         self.attempt += 1
         self._abandon_work()
-        self.step = self.saved_step = found.step if found.path else 0
-        self.saved_path = found.path
+        self.step = found.step
         if found.path or reason:
             self._emit(Rollback(pipeline=self.name, step=self.step, reason=reason or "resumed from checkpoint"))
         config = self.plan.config
@@ -166,14 +163,14 @@ class PipelineDriver:
         if self.over or self._ending:
             return
         self._ending = "interrupted"
-        if self.stage != "update" and self._iteration == 0:
+        if self._may_settle():
             self._settle()
 
     def fail(self, error: str) -> None:
         """End the pipeline with an error; its last checkpoint stays."""
         if self.over:
             return
-        where = f"checkpoint step-{self.saved_step}" if self.saved_path else "its start (no checkpoint yet)"
+        where = f"checkpoint {self.saver.last_path.name}" if self.saver.last_path else "its start (no checkpoint yet)"
         stop = "" if error.endswith(".") else "."
         self.error = f"{error}{stop} The pipeline is stopped at {where}; other pipelines go on."
         self._end("failed")
@@ -189,7 +186,7 @@ class PipelineDriver:
             future.cancel()
         self._futures.clear()
         self._waiting_for.clear()
-        self._batch = self._saving = None
+        self._batch = None
         self._iteration = 0
 
     # -- reports ----------------------------------------------------------------------------------------------
@@ -212,7 +209,7 @@ class PipelineDriver:
             case Saved():
                 self._saved(report)
             case SaveFailed():
-                self._save_failed(report)
+                self._could_not_save(report.error)
             case PipelineFailed():
                 if report.traceback:
                     self._note("error", f"{self.name}: worker {report.worker}:\n{report.traceback}")
@@ -385,7 +382,7 @@ class PipelineDriver:
         if self._ending:
             self._settle()
             return
-        if self.step % config.checkpoint.every == 0 and self._saving is None:
+        if self.step % config.checkpoint.every == 0 and not self.saver.busy:
             self._begin_save()
         self._begin_step()
 
@@ -416,59 +413,59 @@ class PipelineDriver:
     def _settle(self) -> None:
         """On the way out: forget unfinished work, save what is not saved, then end."""
         assert self._ending is not None
-        if self._saving is not None and self._saving[0] == self.step:
-            return  # ends when that is published
+        if self.saver.busy:
+            return  # comes back here when that checkpoint is published
         if self._batch is not None:
             self.attempt += 1
             self._abandon_work()
             self._send_all(lambda _: DropWork(pipeline=self.name, attempt=self.attempt))
-        if self.stage in ("new", "load") or self.saved_step == self.step:
+        if self.stage in ("new", "load") or self.saver.last_step == self.step:
             self._end(self._ending)
-        elif self._saving is None:
+        else:
             self._begin_save()
 
     def _begin_save(self) -> None:
         try:
-            folder = checkpoint.begin(self.plan.folder, self.step)
+            folder = self.saver.begin(self.step)
         except CheckpointError as error:
             self._could_not_save(str(error))
             return
         if self._ending:
             self._enter("checkpoint")
-        self._saving = (self.step, folder, time.time(), set(range(self.workers)), 0)
-        self._send_all(
-            lambda _: Save(
-                pipeline=self.name,
-                attempt=self.attempt,
-                step=self.step,
-                folder=str(folder),
-                source=str(self.plan.model_folder),
-            )
+        command = Save(
+            pipeline=self.name,
+            attempt=self.attempt,
+            step=self.step,
+            folder=str(folder),
+            source=str(self.plan.model_folder),
         )
+        self._send_all(lambda _: command)
 
     def _saved(self, report: Saved) -> None:
-        if self._saving is None or report.step != self._saving[0]:
-            return
-        step, folder, started, waiting, size = self._saving
-        waiting.discard(report.worker)
-        size += report.bytes
-        self._saving = (step, folder, started, waiting, size)
-        if waiting:
-            return
-        self._saving = None
         try:
-            path = checkpoint.publish(folder, self._state(step), keep=self.plan.config.checkpoint.keep)
+            published = self.saver.part_written(report, self._state)
         except CheckpointError as error:
             self._could_not_save(str(error))
             return
-        self.saved_step, self.saved_path = step, path
+        if published is None:
+            return
         self._emit(
-            CheckpointSaved(pipeline=self.name, step=step, path=str(path), bytes=size, duration_s=time.time() - started)
+            CheckpointSaved(
+                pipeline=self.name,
+                step=published.step,
+                path=str(published.path),
+                bytes=published.bytes,
+                duration_s=published.duration_s,
+            )
         )
-        if self._ending:
+        if self._ending and self._may_settle():
             self._settle()
 
-    def _state(self, step: int) -> dict:
+    def _may_settle(self) -> bool:
+        """Whether the weights are those of a whole step: not inside an update, nor between two of one step."""
+        return self.stage != "update" and self._iteration == 0
+
+    def _state(self, step: int) -> dict[str, Any]:
         config = self.plan.config
         return {
             "step": step,
@@ -478,12 +475,8 @@ class PipelineDriver:
             "config": config.model_dump(mode="json"),
         }
 
-    def _save_failed(self, report: SaveFailed) -> None:
-        if self._saving is not None and report.step == self._saving[0]:
-            self._saving = None
-            self._could_not_save(report.error)
-
     def _could_not_save(self, error: str) -> None:
+        self.saver.give_up()
         if self._ending:
             self.fail(f"{self.name}: the checkpoint of step {self.step} could not be written: {error}")
         else:

@@ -174,7 +174,7 @@ def _result(folder: Path, controller: Controller) -> RunResult:
     return RunResult(
         folder=folder,
         reason=reason,
-        checkpoints={name: d.saved_path for name, d in drivers.items()},
+        checkpoints={name: d.saver.last_path for name, d in drivers.items()},
         errors={name: d.error for name, d in drivers.items() if d.error},
     )
 

@@ -1,0 +1,84 @@
+"""One pipeline's checkpoints, from the controller's side: open a folder, wait for all workers' parts, publish.
+
+At most one is in the making. Training goes on meanwhile: workers write their parts between two quanta, before any
+later update can reach them, so a checkpoint is always of one step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longtail.cluster.messages import Saved
+from longtail.rl import checkpoint
+
+
+@dataclass
+class _InProgress:
+    step: int
+    folder: Path
+    waiting: set[int]
+    bytes: int = 0
+    started: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint that is complete on disk."""
+
+    step: int
+    path: Path
+    bytes: int
+    duration_s: float
+
+
+class Saver:
+    """``root`` holds the checkpoints of one pipeline; the newest ``keep`` stay."""
+
+    def __init__(self, root: Path, *, workers: int, keep: int) -> None:
+        self._root, self._workers, self._keep = root, workers, keep
+        self._now: _InProgress | None = None
+        self.last_step = -1
+        """Steps that the newest complete checkpoint holds (0 at the start of a pipeline, -1 before it is known)."""
+        self.last_path: Path | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._now is not None
+
+    def find(self) -> checkpoint.Found:
+        """The newest complete checkpoint, from which the pipeline goes on; forgets a half-made one."""
+        self._now = None
+        found = checkpoint.latest(self._root)
+        self.last_step, self.last_path = found.step, found.path
+        return found
+
+    def begin(self, step: int) -> Path:
+        """A folder into which all workers are to write. Raises :class:`CheckpointError`."""
+        folder = checkpoint.begin(self._root, step)
+        self._now = _InProgress(step, folder, set(range(self._workers)))
+        return folder
+
+    def part_written(self, report: Saved, state: Callable[[int], dict[str, Any]]) -> Published | None:
+        """Count a worker's part; publishes with the last one. ``state(step)`` is what the controller stores.
+
+        Raises :class:`CheckpointError`, leaving the earlier checkpoints as they are.
+        """
+        now = self._now
+        if now is None or report.step != now.step:
+            return None
+        now.waiting.discard(report.worker)
+        now.bytes += report.bytes
+        if now.waiting:
+            return None
+        self._now = None
+        path = checkpoint.publish(now.folder, state(now.step), keep=self._keep)
+        self.last_step, self.last_path = now.step, path
+        return Published(now.step, path, now.bytes, time.time() - now.started)
+
+    def give_up(self) -> None:
+        """A worker could not write its part."""
+        self._now = None
