@@ -15,7 +15,7 @@ import longtail
 from longtail.cli import app
 from longtail.core.config import Jobs, Pipeline
 from longtail.core.errors import ConfigError
-from longtail.runtime.api import named_after_tasks, to_job_file
+from longtail.api import named_after_tasks, to_job_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = """\

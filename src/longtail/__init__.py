@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longtail.api import run
     from longtail.core.config import Jobs, Pipeline
-    from longtail.runtime.api import run
-    from longtail.runtime.run import RunResult
+    from longtail.launch import RunResult
 
 __version__ = "0.1.0"
 __all__ = ["Jobs", "Pipeline", "RunResult", "__version__", "run"]
@@ -23,8 +23,8 @@ __all__ = ["Jobs", "Pipeline", "RunResult", "__version__", "run"]
 _HOMES = {
     "Jobs": "longtail.core.config",
     "Pipeline": "longtail.core.config",
-    "RunResult": "longtail.runtime.run",
-    "run": "longtail.runtime.api",
+    "RunResult": "longtail.launch",
+    "run": "longtail.api",
 }
 
 

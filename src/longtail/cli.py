@@ -133,8 +133,8 @@ def _run(path: Path, *, check: bool, workers: int | None, name: str | None, fres
     if check:
         _print_checked(checked, job_file)
         return 0
+    from longtail.launch import run_jobs
     from longtail.observe.summary import render
-    from longtail.runtime.run import run_jobs
 
     result = run_jobs(checked, job_file, fresh=fresh)
     stdout.print(render(result.summary()))

@@ -79,6 +79,62 @@ def test_a_worker_killed_during_a_step_changes_nothing_learned(tmp_path, stage):
         assert_same_training(undisturbed, disturbed, name)
 
 
+def test_workers_lost_together_during_the_last_save_cost_no_step(tmp_path):
+    job = {"a": small_pipeline(checkpoint__every=2)}
+    undisturbed = run_inline(job, tmp_path / "undisturbed", workers=3)
+    killed = []
+
+    def kill_two(event, cluster, controller):
+        if isinstance(event, StageEntered) and event.stage == "checkpoint" and not killed:
+            killed.append(event)
+            cluster.kill(0)
+            cluster.kill(2)
+
+    disturbed = run_inline(job, tmp_path / "disturbed", workers=3, on_event=kill_two)
+    assert disturbed.controller.drivers["a"].stage == "finished"
+    assert disturbed.controller.drivers["a"].saver.last_step == 3
+    assert_same_training(undisturbed, disturbed, "a")
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run_with_the_reason(tmp_path):
+    def kill_always(event, cluster, controller):
+        if isinstance(event, StageEntered) and event.stage == "rollout":
+            cluster.kill(1)
+
+    outcome = run_inline({"a": small_pipeline()}, tmp_path, workers=2, on_event=kill_always)
+    error = outcome.controller.drivers["a"].error
+    assert "workers were lost 4 times" in error
+    assert "other pipelines" not in error
+
+
+@pytest.mark.parametrize("stage", ["load", "rollout", "train", "update", "checkpoint"])
+def test_an_interrupt_at_any_stage_ends_cleanly_and_loses_nothing(tmp_path, stage):
+    jobs = {"a": small_pipeline(steps=2, algorithm__iterations=2, checkpoint__every=1)}
+    whole = run_inline(jobs, tmp_path / "whole", workers=2)
+
+    def interrupt(event, cluster, controller):
+        if isinstance(event, StageEntered) and event.stage == stage:
+            controller.interrupt()
+
+    cut = run_inline(jobs, tmp_path / "cut", workers=2, on_event=interrupt)
+    assert cut.controller.drivers["a"].stage in ("interrupted", "finished")
+    resumed = run_inline(jobs, tmp_path / "cut", workers=2)
+    for name, tensor in whole.weights("a").items():
+        assert torch.equal(tensor, resumed.weights("a")[name])
+
+
+def test_rewards_without_any_spread_leave_the_weights_exactly_as_they_are(tmp_path):
+    (tmp_path / "flat_rewards.py").write_text("def flat(prompts, completions, **columns):\n    return [1.0] * 4\n")
+    outcome = run_inline({"a": small_pipeline(reward="flat_rewards:flat")}, tmp_path)
+    before = load_file(resolve_model("tiny") / "model.safetensors")
+    for name, tensor in outcome.weights("a").items():
+        assert torch.equal(tensor, before[name].double()), name
+    metrics = outcome.record.steps("a")[0]
+    assert metrics["flat_group_fraction"] == 1
+    assert metrics["loss"] == 0
+    assert "logprob_diff_max" in metrics
+
+
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     jobs = {"a": small_pipeline(steps=5, checkpoint__every=3)}
     whole = run_inline(jobs, tmp_path / "whole", workers=2)

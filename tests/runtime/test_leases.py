@@ -36,13 +36,6 @@ def test_a_small_lease_does_not_overtake_a_waiting_big_one():
     assert [lease.pipeline for lease in book.grant()] == ["big"]
 
 
-def test_a_cancelled_request_is_never_granted():
-    book = LeaseBook()
-    book.ask("a", (0,))
-    book.cancel("a")
-    assert book.grant() == []
-
-
 @given(
     st.lists(
         st.one_of(

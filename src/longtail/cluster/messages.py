@@ -13,6 +13,7 @@ from longtail.core.config import Pipeline
 from longtail.core.events import Event
 from longtail.core.types import Completion, Lease, Request, StepTotals
 from longtail.rl.packing import MicroBatch
+from longtail.rl.trainer import MicroStats, UpdateStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +110,8 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Connected(Report):
-    generation: int
+class Stopped(Report):
+    """The worker's last word: its loop has ended and all its events are told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +141,14 @@ class Trained(PipelineReport):
     """All micro-batches of a :class:`TrainBatches` are done; ``stats`` are sums over their tokens."""
 
     step: int
-    stats: dict[str, float]
+    stats: MicroStats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Updated(PipelineReport):
     step: int
     lease_id: int
-    stats: dict[str, float]
+    stats: UpdateStats
 
 
 @dataclass(frozen=True, kw_only=True)

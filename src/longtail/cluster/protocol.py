@@ -33,7 +33,10 @@ class Cluster(Protocol):
         ...
 
     def rendezvous(self, generation: int) -> str:
-        """A fresh meeting point (``Connect.store``) for the communicator of this generation."""
+        """A fresh meeting point (``Connect.store``) for the communicator of this generation.
+
+        Raises ``PeerLost`` when the worker that would serve it is gone.
+        """
         ...
 
     def close(self) -> None:

@@ -13,8 +13,9 @@ import queue
 import socket
 import tempfile
 import threading
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,23 @@ from ray.exceptions import RayError
 from longtail.cluster.guard import Guard
 from longtail.cluster.messages import Command, Connect, Lost, Report
 from longtail.cluster.worker import Worker
-from longtail.core.errors import CapacityError
+from longtail.core.errors import CapacityError, PeerLost
 
 POLL_S = 0.25
 START_TIMEOUT_S = 300.0
-PEER_TIMEOUT_S = 120.0
+PEER_TIMEOUT_S = 1800.0
+"""A dead peer is noticed at once (gloo); a live one may be in a long save or load of another pipeline."""
+WAIT_NOTE_S = 15.0
 
 
 @ray.remote(concurrency_groups={"control": 1, "drain": 1}, max_restarts=0)
 class RayWorker:
     """The process of one worker slot."""
 
-    def __init__(self, worker: int, world: int, threads: int, core: int | None) -> None:
-        if core is not None:
+    def __init__(self, worker: int, world: int, threads: int, cores: tuple[int, ...]) -> None:
+        if cores:
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, {core + i for i in range(threads)})
+                os.sched_setaffinity(0, cores)
         self._threads, self._failure = threads, ""
         device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self._worker = Worker(worker, world, device=device, connect=self._connect)
@@ -64,10 +67,13 @@ class RayWorker:
 
             return LocalCommunicator()
         host, _, port = command.store.rpartition(":")
-        if not host:
-            store: torch.distributed.Store = torch.distributed.FileStore(command.store, world)
-        else:
-            store = torch.distributed.TCPStore(host, int(port), world, is_master=rank == 0, wait_for_workers=False)
+        try:
+            if not host:
+                store: torch.distributed.Store = torch.distributed.FileStore(command.store, world)
+            else:
+                store = torch.distributed.TCPStore(host, int(port), world, is_master=rank == 0, wait_for_workers=False)
+        except (RuntimeError, torch.distributed.DistError, OSError) as error:
+            raise PeerLost(f"worker {rank} cannot reach the meeting point {command.store}: {error}") from error
         return ProcessGroupCommunicator(
             store,
             rank=rank,
@@ -104,19 +110,23 @@ class RayWorker:
 
 
 class RayCluster:
-    """See :class:`longtail.cluster.protocol.Cluster`. ``address`` is ``local``, ``auto`` or a Ray address."""
+    """See :class:`longtail.cluster.protocol.Cluster`. ``address`` is ``local``, ``auto`` or a Ray address.
 
-    def __init__(self, *, workers: int, threads: int, address: str) -> None:
+    ``tell`` gets a sentence now and then while workers are awaited. Raises ``CapacityError`` when they cannot be had.
+    """
+
+    def __init__(self, *, workers: int, threads: int, address: str, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self.workers, self._threads = workers, threads
         self._local = address == "local"
         environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         environment["TOKENIZERS_PARALLELISM"] = "false"
         # Processes of a local Ray inherit this environment; a runtime_env would cost seconds at every start.
         self._runtime_env = {} if self._local else {"env_vars": environment}
-        if self._local:
-            os.environ.update(environment)
-        _start_ray(address, cpus=workers * threads)
+        with _environment(environment if self._local else {}):
+            _start_ray(address, cpus=workers * threads)
         self._guard = Guard()
+        self._guard.watch()
         self._gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 else 0
         self._inbox: queue.SimpleQueue[list[Report]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -130,25 +140,32 @@ class RayCluster:
 
     def _spawn(self, worker: int) -> Any:
         cores = sorted(os.sched_getaffinity(0))
-        pinned = self._local and not self._gpus and self.workers * self._threads <= len(cores)
+        # Only a run that takes every core may say who sits where: another one might be on the same machine.
+        pinned = self._local and not self._gpus and self.workers * self._threads == len(cores)
+        mine = tuple(cores[worker * self._threads : (worker + 1) * self._threads]) if pinned else ()
         actor: Any = RayWorker
         return actor.options(
             num_cpus=self._threads,
             num_gpus=self._gpus,
             runtime_env=self._runtime_env,
-        ).remote(worker, self.workers, self._threads, cores[worker * self._threads] if pinned else None)
+        ).remote(worker, self.workers, self._threads, mine)
 
     def _await(self, actors: dict[int, Any]) -> None:
         """Wait until the actors answer. Raises ``CapacityError`` when the cluster cannot place them."""
+        waiting = [a.describe.remote() for a in actors.values()]
+        deadline = time.monotonic() + START_TIMEOUT_S
+        needs = f"each needs {self._threads} CPU" + f" and {self._gpus} GPU" * (self._gpus > 0)
         try:
-            answers = ray.get([a.describe.remote() for a in actors.values()], timeout=START_TIMEOUT_S)
-        except ray.exceptions.GetTimeoutError as error:
-            free = ray.available_resources()
-            raise CapacityError(
-                f"Ray did not start {len(actors)} workers in {START_TIMEOUT_S:.0f} s: each needs {self._threads} CPU"
-                f" and {self._gpus} GPU, and {free.get('CPU', 0):.0f} CPU and {free.get('GPU', 0):.0f} GPU are free."
-                " Lower workers, or wait for other jobs to end."
-            ) from error
+            while ray.wait(waiting, num_returns=len(waiting), timeout=WAIT_NOTE_S)[1]:
+                free = ray.available_resources()
+                has = f"{free.get('CPU', 0):.0f} CPU and {free.get('GPU', 0):.0f} GPU are free"
+                if time.monotonic() > deadline:
+                    raise CapacityError(
+                        f"Ray did not start {len(actors)} workers in {START_TIMEOUT_S:.0f} s: {needs}, and {has}."
+                        " Lower workers, or wait for other jobs to end."
+                    )
+                self._tell(f"waiting for {len(actors)} workers: {needs}, and {has}.")
+            answers = ray.get(waiting)
         except RayError as error:
             raise CapacityError(f"a worker could not start: {error}") from error
         for worker, (device, address) in zip(actors, answers, strict=True):
@@ -156,29 +173,40 @@ class RayCluster:
         self._guard.watch()
 
     def _poll_actors(self) -> None:
-        waiting: dict = {}
-        known: dict[int, object] = {}
+        waiting: dict[Any, tuple[int, Any]] = {}
+        polled: dict[int, Any] = {}
         while not self._closed.is_set():
             for worker, actor in list(self._actors.items()):
-                if known.get(worker) is not actor:
-                    known[worker] = actor
+                if polled.get(worker) is not actor:
+                    polled[worker] = actor
                     waiting[actor.drain.remote(POLL_S)] = (worker, actor)
             if not waiting:
                 self._closed.wait(POLL_S)
                 continue
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL_S)
+            try:
+                ready, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL_S)
+            except RayError as error:  # Ray itself is gone, and all workers with it
+                for worker, actor in waiting.values():
+                    self._lose(worker, actor, error)
+                return
             for reference in ready:
                 worker, actor = waiting.pop(reference)
                 try:
                     reports = ray.get(reference)
                 except Exception as error:
-                    if self._actors.get(worker) is actor and not self._closed.is_set():
-                        del self._actors[worker]
-                        self._inbox.put([Lost(worker=worker, reason=_reason(error))])
+                    self._lose(worker, actor, error)
                     continue
                 waiting[actor.drain.remote(POLL_S)] = (worker, actor)
                 if reports:
                     self._inbox.put(reports)
+
+    def _lose(self, worker: int, actor: Any, error: Exception) -> None:
+        """Take a worker out, its process too if only its loop has ended, and report it once."""
+        if self._actors.get(worker) is actor and not self._closed.is_set():
+            del self._actors[worker]
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+            self._inbox.put([Lost(worker=worker, reason=_reason(error))])
 
     def send(self, worker: int, commands: Sequence[Command]) -> None:
         actor = self._actors.get(worker)
@@ -205,7 +233,10 @@ class RayCluster:
     def rendezvous(self, generation: int) -> str:
         if self._meeting is not None:
             return str(Path(self._meeting.name) / f"generation-{generation}")
-        return f"{self._addresses[0]}:{ray.get(self._actors[0].free_port.remote())}"
+        try:
+            return f"{self._addresses[0]}:{ray.get(self._actors[0].free_port.remote())}"
+        except (KeyError, RayError) as error:
+            raise PeerLost("worker 0 is gone") from error
 
     def close(self) -> None:
         if self._closed.is_set():
@@ -219,6 +250,21 @@ class RayCluster:
         self._guard.close()
         if self._meeting is not None:
             self._meeting.cleanup()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _start_ray(address: str, *, cpus: int) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +28,7 @@ from longtail.engine.engine import Engine
 from longtail.engine.lanes import LanePool
 from longtail.engine.tokenizer import Tokenizer
 from longtail.rl import checkpoint
-from longtail.rl.trainer import Trainer
+from longtail.rl.trainer import MicroStats, Trainer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -78,7 +76,7 @@ class Tenant:
         self._started: dict[str, float] = {}
         self._batches: deque = deque()
         self._training: TrainBatches | None = None
-        self._stats: dict[str, float] = {}
+        self._stats = MicroStats()
         self._make_engine()
 
     def _make_engine(self) -> None:
@@ -113,7 +111,7 @@ class Tenant:
         self.step = command.step
         self._training = command
         self._batches.extend(command.batches)
-        self._stats = {}
+        self._stats = MicroStats()
 
     def drop_work(self, attempt: int) -> None:
         """Back to idle with the same weights; gradients of a half-done step are forgotten."""
@@ -154,7 +152,7 @@ class Tenant:
         if self._batches:
             micro = self._batches.popleft()
             stats = self.trainer.micro_batch(micro, self._training.totals)
-            merge_stats(self._stats, dataclasses.asdict(stats))
+            self._stats += stats
             tokens, batch = micro.tokens, micro.samples
         reports: list[Report] = []
         if not self._batches:
@@ -179,7 +177,7 @@ class Tenant:
             attempt=self.attempt,
             step=command.step,
             lease_id=command.lease.lease_id,
-            stats=dataclasses.asdict(stats),
+            stats=stats,
         )
         return Quantum(SubStage.REDUCE, command.step, 0, 0, [report])
 
@@ -191,12 +189,3 @@ class Tenant:
             written += checkpoint.write_weights(folder, self.model, source=Path(command.source))
         report = Saved(worker=self.worker, pipeline=self.name, attempt=self.attempt, step=command.step, bytes=written)
         return Quantum(SubStage.CHECKPOINT, command.step, 0, 0, [report])
-
-
-def merge_stats(into: dict[str, float], new: Mapping[str, float]) -> None:
-    """Add ``new`` to ``into``; names that end in ``_max`` take the larger value."""
-    for name, value in new.items():
-        if name not in into:
-            into[name] = value
-        else:
-            into[name] = max(into[name], value) if name.endswith("_max") else into[name] + value

@@ -7,6 +7,8 @@ pipelines by the compute seconds that each has had, so a pipeline with long quan
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import queue
 import threading
 import time
@@ -20,7 +22,6 @@ from longtail.cluster.messages import (
     ClosePipeline,
     Command,
     Connect,
-    Connected,
     DropWork,
     Generate,
     Happened,
@@ -33,6 +34,7 @@ from longtail.cluster.messages import (
     Save,
     SaveFailed,
     Stop,
+    Stopped,
     TrainBatches,
     Update,
 )
@@ -87,14 +89,18 @@ class Worker:
     def run(self) -> None:
         """Loop until a :class:`Stop` command arrives."""
         while not self._stopped:
-            for command in self._commands():
-                self._apply(command)
-            tenant = self._choose()
-            if tenant is not None:
-                self._guarded(tenant, partial(self._quantum, tenant, tenant.run_quantum))
-            self._tell()
+            self._turn()
         self._tell(everything=True)
+        self.outbox.put([Stopped(worker=self.worker)])
         self._disconnect()
+
+    def _turn(self) -> None:
+        for command in self._commands():
+            self._apply(command)
+        tenant = self._choose()
+        if tenant is not None:
+            self._guarded(tenant, partial(self._quantum, tenant, tenant.run_quantum))
+        self._tell()
 
     def die(self) -> None:
         """End the loop at once, from another thread, as a killed process would."""
@@ -164,7 +170,7 @@ class Worker:
             case OpenPipeline():
                 self._open(command)
             case ClosePipeline():
-                self.tenants.pop(command.pipeline, None)
+                self._drop(command.pipeline)
             case PipelineCommand():
                 tenant = self.tenants.get(command.pipeline)
                 if tenant is None or (tenant.attempt != command.attempt and not isinstance(command, DropWork)):
@@ -227,15 +233,12 @@ class Worker:
 
     def _reconnect(self, command: Connect) -> None:
         self._disconnect()
-        try:
+        with contextlib.suppress(PeerLost):  # the controller learns of the lost peer and connects a new generation
             self._comm = self._connect(command)
-        except PeerLost:
-            return  # the controller learns of the lost peer and connects a new generation
-        self.outbox.put([Connected(worker=self.worker, generation=command.generation)])
 
     def _open(self, command: OpenPipeline) -> None:
         start = time.time()
-        self.tenants.pop(command.pipeline, None)
+        self._drop(command.pipeline)
         try:
             tenant = Tenant(command, worker=self.worker, world=self.world, device=self.device)
         except Exception as error:
@@ -252,6 +255,13 @@ class Worker:
             duration_s=end - start,
         )
         self.outbox.put([opened])
+
+    def _drop(self, pipeline: str) -> None:
+        """Forget a pipeline and give its memory back at once: the next one may need it."""
+        if self.tenants.pop(pipeline, None) is not None:
+            gc.collect()  # gradient hooks make cycles
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _tell(self, *, everything: bool = False) -> None:
         """Hand out spans and progress a few times a second."""

@@ -101,6 +101,11 @@ class Rollout(Section):
     """KV cache memory on each worker, GiB; by default what the whole batch needs, capped by free memory. When it
     runs out, sequences are preempted and recomputed: slower, same tokens."""
 
+    @property
+    def chat(self) -> bool | None:
+        """``prompt_format`` as :meth:`Tokenizer.encode_prompt` takes it: None is auto."""
+        return {"auto": None, "chat": True, "plain": False}[self.prompt_format]
+
 
 class Train(Section):
     """How weights are updated (AdamW)."""

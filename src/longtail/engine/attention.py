@@ -14,9 +14,10 @@ import functools
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from numba import carray
 from torch import Tensor
 
+from longtail.engine.jit import callback, jit, one_process
 from longtail.engine.lanes import LanePool
 from longtail.engine.model import RopeTable
 from longtail.engine.simd import (
@@ -74,7 +75,7 @@ class LaneAttention:
 
     def __init__(self, pool: LanePool, rope: RopeTable) -> None:
         self._pool, self._rope = pool, rope
-        self._kernel = _kernel(pool.k.dtype)
+        self._kernel = compiled(pool.k.dtype)
         self._args = words(_WORDS)()
         self._scratch = torch.empty(0, 0, dtype=pool.k.dtype)
         self._tokens, self._threads, self._decode = 0, 1, True
@@ -144,12 +145,14 @@ def _tiles(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tile: int) 
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> Kernel:
-    return Kernel(_compile32() if dtype == torch.float32 else _compile64())
+def compiled(dtype: torch.dtype) -> Kernel:
+    """The kernel for float32 or float64."""
+    with one_process():
+        return Kernel(_compile32() if dtype == torch.float32 else _compile64())
 
 
 def _compile32():
-    @cfunc(types.void(types.voidptr), cache=True)
+    @callback
     def kernel32(pointer):
         _team_member(pointer, np.float32)
 
@@ -157,14 +160,14 @@ def _compile32():
 
 
 def _compile64():
-    @cfunc(types.void(types.voidptr), cache=True)
+    @callback
     def kernel64(pointer):
         _team_member(pointer, np.float64)
 
     return kernel64
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _team_member(pointer, dtype):
     """Take items until none is left."""
     args = carray(pointer, _WORDS, np.int64)
@@ -240,7 +243,7 @@ def _team_member(pointer, dtype):
         item = next_item
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _norm_rope(source, at, target, to, H, weight, normed, eps, cos, sin, angle, scale):
     """RMS norm (if any), rotation of (i, i + H/2) pairs, and the softmax scale, of one head."""
     lanes = VECTOR_BYTES // source.itemsize
@@ -261,7 +264,7 @@ def _norm_rope(source, at, target, to, H, weight, normed, eps, cos, sin, angle, 
         store(target, to + half + h, fma(b, c, mul(a, s)))
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _write(key, key_at, value, value_at, k, v, block, at, H, block_tokens):
     """Put one key and value at position ``at`` of a block (of a layer)."""
     base = block * H * block_tokens
@@ -271,7 +274,7 @@ def _write(key, key_at, value, value_at, k, v, block, at, H, block_tokens):
         store(v, base + at * H + h, load(value, value_at + h))
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _attend(
     scratch, k, v, lane, next_lane, start, count, R, H, block_tokens, layer, layers, one, key_at, value, value_at
 ):
@@ -328,7 +331,7 @@ def _attend(
             store(scratch, out + i * H + h, mul(load(scratch, out + i * H + h), inverse))
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _softmax_row(scratch, row, width, valid, top, mass, out, H, nothing):
     """Turn the first ``valid`` scores of a row into weights, the others into 0; rescale what is summed so far."""
     lanes = VECTOR_BYTES // scratch.itemsize
@@ -358,7 +361,7 @@ def _softmax_row(scratch, row, width, valid, top, mass, out, H, nothing):
     scratch[mass] += total(summed)
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _gemm(accumulate, rows, columns, a, a_at, a_stride, b, b_at, b_stride, ahead, c, c_at, c_stride, depth):
     """``c[rows, columns] (+)= a[rows, depth] @ b[depth, columns]``; ``columns`` is a multiple of a vector.
 

@@ -26,7 +26,7 @@ class TorchLaneAttention:
         self._pool, self._rope = pool, rope
 
     def begin(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        """Announce the flat batch: segment i is ``counts[i]`` tokens of lane row ``rows[i]`` from position ``starts[i]``.
+        """Announce the flat batch: segment i is ``counts[i]`` tokens of row ``rows[i]`` from position ``starts[i]``.
 
         The lanes must already reach every position that is written.
         """

@@ -16,7 +16,7 @@ import torch
 
 from longtail.core.errors import CapacityError, ModelError, RequestError
 from longtail.core.types import Completion, FinishReason, Request, SamplingParams, SubStage
-from longtail.engine import attention
+from longtail.engine import attention, linear, sampling
 from longtail.engine.attention_torch import TorchLaneAttention
 from longtail.engine.lanes import LanePool
 from longtail.engine.model import Decoder
@@ -224,6 +224,7 @@ class Engine:
         if (draws.tokens == NOT_FINITE).any():
             slot = int(slots[int(np.argmax(draws.tokens == NOT_FINITE))])
             request = self._scheduler.group_of[slot].request
+            self.lanes.scrub()
             raise ModelError(
                 f"the model's logits are not finite for request {request.request_id}: its weights have diverged or are "
                 "broken; resume from an earlier checkpoint with a lower learning rate"
@@ -293,7 +294,9 @@ class Engine:
         name, prompt, config = f"request {request.request_id!r}", request.prompt, self.model.config
         if request.request_id in self._groups:
             raise RequestError(f"{name} is already in the engine: request ids must be unique")
-        if prompt.ndim != 1 or len(prompt) == 0:
+        if prompt.ndim != 1:
+            raise RequestError(f"{name}: prompt must be one-dimensional, not of shape {prompt.shape}")
+        if len(prompt) == 0:
             raise RequestError(f"{name} has an empty prompt: it needs at least one token")
         if not np.issubdtype(prompt.dtype, np.integer):
             raise RequestError(f"{name}: prompt must be an integer array, not {prompt.dtype}")
@@ -323,6 +326,16 @@ class Engine:
                 f"the pool has {self.lanes.total}; give the pipeline more KV memory or lower max_tokens"
             )
         return limits
+
+
+def compile_kernels(dtype: torch.dtype) -> None:
+    """Compile what an engine of ``dtype`` runs on a CPU, or load it from the cache.
+
+    Takes some 20 s of one core once per machine; a driver that calls it before starting workers spares each of them.
+    """
+    if dtype in (torch.float32, torch.float64):
+        for module in (linear, attention, sampling):
+            module.compiled(dtype)
 
 
 def check_params(params: SamplingParams, name: str, *, can_match_text: bool) -> None:

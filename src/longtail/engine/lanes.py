@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 
 from longtail.core.errors import CapacityError
 from longtail.engine.config import ModelConfig
+from longtail.engine.jit import jit
 
 MISSING = -1
 
@@ -144,6 +144,11 @@ class LanePool:
             self.k[target] = self.k[source]
             self.v[target] = self.v[source]
 
+    def scrub(self) -> None:
+        """Zero all keys and values, where a diverged model may have left NaN."""
+        self.k.zero_()
+        self.v.zero_()
+
     def check(self) -> None:
         """Lane conservation (design 7.4); raises ``AssertionError`` with a sentence."""
         refs = np.zeros_like(self.refs)
@@ -166,7 +171,7 @@ class LanePool:
             self.tables = np.concatenate([self.tables, pad], axis=2)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _release(lane, refs, free_list, free):
     for i in range(len(lane)):
         block = lane[i]
@@ -180,7 +185,7 @@ def _release(lane, refs, free_list, free):
     return free
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _grow(table, count, refs, free_list, free):
     for head in range(table.shape[0]):
         for i in range(count):
@@ -191,7 +196,7 @@ def _grow(table, count, refs, free_list, free):
     return free
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _wanted(tables, refs, rows, positions, block_tokens):
     n = 0
     for i in range(len(rows)):
@@ -203,7 +208,7 @@ def _wanted(tables, refs, rows, positions, block_tokens):
     return n
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _claim(tables, refs, free_list, free, rows, positions, block_tokens, copies):
     n = 0
     for i in range(len(rows)):

@@ -15,9 +15,10 @@ import functools
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from numba import carray
 from torch import Tensor
 
+from longtail.engine.jit import callback, jit, one_process
 from longtail.engine.simd import (
     DOT_COLUMNS,
     DOT_ROWS,
@@ -107,7 +108,7 @@ def linear(
         0 if scratch is None else scratch.data_ptr(),
         float_word(eps),
     )
-    _kernel(dtype).run(args, threads)
+    compiled(dtype).run(args, threads)
     return out
 
 
@@ -119,7 +120,7 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
     args[_M], args[_K] = x_MK.shape
     args[_X], args[_NORM], args[_NORMED] = x_MK.data_ptr(), weight_K.data_ptr(), out.data_ptr()
     args[_EPS] = float_word(eps)
-    _kernel(x_MK.dtype).run(args, 1)
+    compiled(x_MK.dtype).run(args, 1)
     return out
 
 
@@ -127,16 +128,18 @@ def _panel_rows(M, K, itemsize):
     return min(M, max(DOT_ROWS, _PANEL_BYTES // (K * itemsize) // DOT_ROWS * DOT_ROWS))
 
 
-_compiled_panel_rows = njit(cache=True)(_panel_rows)
+_compiled_panel_rows = jit(_panel_rows)
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> Kernel:
-    return Kernel(_compile32() if dtype == torch.float32 else _compile64())
+def compiled(dtype: torch.dtype) -> Kernel:
+    """The kernel for float32 or float64."""
+    with one_process():
+        return Kernel(_compile32() if dtype == torch.float32 else _compile64())
 
 
 def _compile32():
-    @cfunc(types.void(types.voidptr), cache=True)
+    @callback
     def linear32(pointer):
         _team_member(pointer, np.float32)
 
@@ -144,14 +147,14 @@ def _compile32():
 
 
 def _compile64():
-    @cfunc(types.void(types.voidptr), cache=True)
+    @callback
     def linear64(pointer):
         _team_member(pointer, np.float64)
 
     return linear64
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _team_member(pointer, dtype):
     """Normalise rows until all are, then compute blocks of outputs until none is left."""
     args = carray(pointer, _WORDS, np.int64)
@@ -208,7 +211,7 @@ def _team_member(pointer, dtype):
                         out[m * N + n] += residual[m * N + n]
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _block(x, w, out, m0, m1, n0, n1, K, w_stride, out_at, out_stride):
     """``out[m, n] = x[m] . w[n]`` for a block; element (m, n) is ``out[out_at + m * out_stride + n]``."""
     n = n0
@@ -233,7 +236,7 @@ def _block(x, w, out, m0, m1, n0, n1, K, w_stride, out_at, out_stride):
         n += columns
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _norm_row(raw, out, at, K, weight, eps, one):
     lanes = VECTOR_BYTES // raw.itemsize
     squares = splat(one - one)
@@ -245,7 +248,7 @@ def _norm_row(raw, out, at, K, weight, eps, one):
         store(out, at + k, mul(mul(load(raw, at + k), root), load(weight, k)))
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _swiglu_row(raw, at, block, out, to, one):
     """``gate / (1 + exp(-gate)) * up`` of one pair of blocks."""
     lanes = VECTOR_BYTES // raw.itemsize

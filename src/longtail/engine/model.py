@@ -8,8 +8,9 @@ weights): QKV rows come per KV head as ``[R query heads | k | v]``, gate and up 
 ``config.mlp_block`` as ``[gate block 0 | up block 0 | gate block 1 | ...]``; ``o`` and ``down`` shard by columns.
 
 What attention *is* belongs to the caller: the sampler passes one that reads and writes KV lanes, the trainer one
-that runs over whole groups with gradients. Both apply QK-norm and RoPE themselves, from :class:`RopeTable`. In inference mode on
-a CPU the projections go through the fused kernels of ``engine/linear.py``; everywhere else they are torch operations.
+that runs over whole groups with gradients. Both apply QK-norm and RoPE themselves, from :class:`RopeTable`. In
+inference mode on a CPU the projections go through the fused kernels of ``engine/linear.py``; elsewhere they are torch
+operations.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Decoder(nn.Module):
         x_TD = F.embedding(tokens_T, self.embed)
         fast = fused.serves(x_TD, c.heads * c.head_dim, c.intermediate_size)
         project, norm = (fused.linear, fused.rms_norm) if fast else (linear, rms_norm)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(cast("list[Layer]", self.layers)):
             qkv_TE = project(x_TD, layer.qkv, layer.qkv_bias, norm_K=layer.attn_norm, eps=c.rms_eps)
             o_TQ = attend(i, qkv_TE, layer.q_norm, layer.k_norm)
             x_TD = project(o_TQ, layer.o, layer.o_bias, residual_MN=x_TD)

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from numba import carray
 from torch import Tensor
 
+from longtail.engine.jit import callback, jit, one_process
 from longtail.engine.simd import (
     VECTOR_BYTES,
     as_pointer,
@@ -109,11 +110,11 @@ class Sampler:
             logits_UV.data_ptr(),
             *(a.ctypes.data for a in (*arrays, draws.tokens, draws.logprobs, scratch, self._sums)),
         )
-        _kernel(logits_UV.dtype).run(args, threads)
+        compiled(logits_UV.dtype).run(args, threads)
         return draws
 
 
-@njit(cache=True)
+@jit
 def _mix(z):
     """SplitMix64's output function."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -121,7 +122,7 @@ def _mix(z):
     return z ^ (z >> np.uint64(31))
 
 
-@njit(cache=True)
+@jit
 def uniform(seed, position):
     """A float64 in [0, 1) for uint64 ``seed`` and ``position``: element ``position`` of SplitMix64's stream."""
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -130,12 +131,14 @@ def uniform(seed, position):
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> Kernel:
-    return Kernel(_compile32() if dtype == torch.float32 else _compile64())
+def compiled(dtype: torch.dtype) -> Kernel:
+    """The kernel for float32 or float64."""
+    with one_process():
+        return Kernel(_compile32() if dtype == torch.float32 else _compile64())
 
 
 def _compile32():
-    @cfunc(types.void(types.voidptr), cache=True)
+    @callback
     def sample32(pointer):
         _team_member(pointer, np.float32)
 
@@ -143,14 +146,14 @@ def _compile32():
 
 
 def _compile64():
-    @cfunc(types.void(types.voidptr), cache=True)
+    @callback
     def sample64(pointer):
         _team_member(pointer, np.float64)
 
     return sample64
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _team_member(pointer, dtype):
     """Draw until no draw is left."""
     args = carray(pointer, _WORDS, np.int64)
@@ -195,7 +198,7 @@ def _team_member(pointer, dtype):
         logprobs[i] = (np.float64(logits[at + token]) - np.float64(top)) / (T if T > 0 else 1.0) - np.log(mass)
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _argmax(logits, at, V, lowest):
     """Lowest id of the largest logit (0 if there is none)."""
     lanes = VECTOR_BYTES // logits.itemsize
@@ -217,7 +220,7 @@ def _argmax(logits, at, V, lowest):
     return 0
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _weigh(logits, at, V, top, inverse, weights, sums):
     """Fill ``weights`` (0 beyond V) and the sum of each block; returns the total."""
     lanes = VECTOR_BYTES // logits.itemsize
@@ -239,7 +242,7 @@ def _weigh(logits, at, V, top, inverse, weights, sums):
     return everything
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _inverse_cdf(weights, sums, blocks, target, best):
     """First token at which the running sum exceeds ``target``; else, by rounding, the last one with any weight."""
     running, last = 0.0, best
@@ -258,7 +261,7 @@ def _inverse_cdf(weights, sums, blocks, target, best):
     return last
 
 
-@njit(cache=True)
+@jit
 def _last_positive(weights, b):
     for j in range((b + 1) * BLOCK - 1, b * BLOCK, -1):
         if weights[j] > 0:
@@ -266,7 +269,7 @@ def _last_positive(weights, b):
     return b * BLOCK
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _filter(logits, at, V, top, T, top_k, top_p, weights, sums):
     """Set the weights of tokens outside top-k and top-p to 0; returns what the others weigh.
 
@@ -282,13 +285,15 @@ def _filter(logits, at, V, top, T, top_k, top_p, weights, sums):
         if distance < np.inf and distance > width:
             width = distance
     width = min(width, _LOWEST_WEIGHT_EXPONENT * T)
-    per = (_BINS - 1) / width if width > 0 else 0.0
+    per = (_BINS - 1) / width if width > 1e-200 else 0.0
     for j in range(V):
         b = _bin(top, logits[at + j], per)
         if b >= 0:
             counts[b] += 1
             masses[b] += weights[j]
-    k = top_k if 0 < top_k < V else V
+    k = np.sum(counts)
+    if top_k > 0:
+        k = min(k, np.float64(top_k))
     last_bin, seen, mass = 0, 0.0, 0.0
     for b in range(_BINS):
         if counts[b] > 0:
@@ -332,16 +337,16 @@ def _filter(logits, at, V, top, T, top_k, top_p, weights, sums):
     return kept
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _bin(top, logit, per):
     """Bin of a logit, falling with it; -1 for -inf."""
     distance = np.float64(top) - np.float64(logit)
     if distance == np.inf:
         return -1
-    return min(_BINS - 1, int(distance * per))
+    return int(min(_BINS - 1.0, distance * per))
 
 
-@njit(cache=True, error_model="numpy")
+@jit
 def _sorted_bin(logits, at, V, top, per, which):
     """Tokens of one bin by (logit descending, id ascending)."""
     members = np.empty(V, np.int64)

@@ -197,7 +197,11 @@ class Scheduler:
 
     def _length(self, waiting: Waiting) -> int:
         """Positions to be in the lanes before the sample can decode."""
-        return waiting.group.prompt_len if waiting.slot == FRESH else int(self.sequences.positions(waiting.slot))
+        return (
+            waiting.group.prompt_len
+            if waiting.slot == FRESH
+            else int(self.sequences.positions(np.array([waiting.slot]))[0])
+        )
 
     def _final(self, item: Waiting | Fill) -> int:
         """Positions that the sample may reach at most; its last token is never written."""

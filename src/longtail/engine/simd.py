@@ -245,8 +245,8 @@ def gemm_tile(
 
     ``rows`` is 1 to TILE_ROWS, ``vectors`` (64 bytes each) 1, 2 or TILE_VECTORS, ``depth`` even; one unrolled body is
     compiled for each shape. A single vector column takes two chains of additions (even and odd depth) to hide the
-    latency of FMA. If ``ahead`` is not 0, the elements of ``b`` that far ahead are prefetched, a line with each line that
-    is read: in one burst they would hold up the loads behind them.
+    latency of FMA. If ``ahead`` is not 0, the elements of ``b`` that far ahead are prefetched, a line with each line
+    that is read: in one burst they would hold up the loads behind them.
     """
     scalar = b.dtype
 

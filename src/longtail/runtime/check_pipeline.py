@@ -89,7 +89,7 @@ class _PipelineCheck:
         if model is None or task is None or len(self.findings.problems) > before:
             return None
         folder, config, tokenizer = model
-        chat = {"auto": None, "chat": True, "plain": False}[self.pipeline.rollout.prompt_format]
+        chat = self.pipeline.rollout.chat
         fitting = self._prompts(config, partial(tokenizer.encode_prompt, chat=chat), task)
         if fitting is None:
             return None

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from longtail.cluster.messages import (
-    Command,
     Connect,
     Happened,
     LeaseBroken,
@@ -21,10 +20,11 @@ from longtail.cluster.messages import (
     PipelineReport,
     Report,
     Stop,
+    Stopped,
     Updated,
 )
 from longtail.cluster.protocol import Cluster
-from longtail.core.errors import CapacityError, LongtailError
+from longtail.core.errors import CapacityError, LongtailError, PeerLost
 from longtail.core.events import Event, Note, Sink, WorkerLost
 from longtail.rl.reward_pool import RewardPool
 from longtail.runtime.leases import LeaseBook
@@ -32,7 +32,8 @@ from longtail.runtime.pipeline import PipelineDriver, PipelinePlan
 
 POLL_S = 0.5
 BROKEN_LEASE_GRACE_S = 15.0
-MOST_RESTARTS_WITHOUT_PROGRESS = 3
+MOST_LOSSES_WITHOUT_PROGRESS = 3
+STOP_S = 5.0
 
 
 class Controller:
@@ -46,7 +47,8 @@ class Controller:
         self._leases = LeaseBook()
         self._generation = 0
         self._broken_since: float | None = None
-        self._restarts = 0
+        self._losses = 0
+        self._progressed: set[str] = set()
         self._interrupted = False
         everyone = tuple(range(cluster.workers))
         self.drivers = {
@@ -72,14 +74,16 @@ class Controller:
             driver.open()
         while not all(d.over for d in self.drivers.values()):
             self._turn()
-        for worker in range(self._cluster.workers):
-            self._cluster.send(worker, [Stop()])
-        self._drain_last_events()
+        self._stop_workers()
 
     def _turn(self) -> None:
-        for report in self._cluster.poll(POLL_S):
+        reports = self._cluster.poll(POLL_S)
+        lost = [r for r in reports if isinstance(r, Lost)]
+        for report in reports:
             self._handle(report)
-        if self._broken_since is not None and time.monotonic() - self._broken_since > BROKEN_LEASE_GRACE_S:
+        if lost:
+            self._replace(lost)
+        elif self._broken_since is not None and time.monotonic() - self._broken_since > BROKEN_LEASE_GRACE_S:
             self._recover("a collective operation failed")
         for driver in self._live():
             if self._interrupted:
@@ -100,15 +104,14 @@ class Controller:
             case Happened():
                 for event in report.events:
                     self._emit(event)
-            case Lost():
-                self._lost(report)
             case LeaseBroken():
-                self._broken_since = self._broken_since or time.monotonic()
+                if report.attempt == self.drivers[report.pipeline].attempt:  # else an earlier recovery has seen to it
+                    self._broken_since = self._broken_since or time.monotonic()
             case PipelineReport():
                 if isinstance(report, Updated | PipelineFailed):
                     self._leases.member_done(report.pipeline, report.worker)
                 if isinstance(report, Updated):
-                    self._restarts = 0
+                    self._progressed.add(report.pipeline)
                 driver = self.drivers[report.pipeline]
                 self._guarded(driver, partial(driver.handle, report))
 
@@ -122,21 +125,28 @@ class Controller:
             self._emit(Note(level="error", message=traceback.format_exc(), pipeline=driver.name))
             driver.fail(f"{driver.name}: {type(error).__name__}: {error}")
 
-    def _lost(self, report: Lost) -> None:
-        self._emit(WorkerLost(worker=report.worker, reason=report.reason))
-        self._restarts += 1
+    def _replace(self, lost: Sequence[Lost]) -> None:
+        """Start fresh processes for lost workers; gives up when losses repeat before every pipeline has progressed."""
+        for report in lost:
+            self._emit(WorkerLost(worker=report.worker, reason=report.reason))
+        if all(d.name in self._progressed for d in self._live()):
+            self._losses = 0
+        self._progressed.clear()
+        self._losses += 1
         try:
-            if self._restarts > MOST_RESTARTS_WITHOUT_PROGRESS:
+            if self._losses > MOST_LOSSES_WITHOUT_PROGRESS:
                 raise CapacityError(
-                    f"worker {report.worker} died {self._restarts} times without a finished update in between"
-                    f" (last: {report.reason})."
+                    f"workers were lost {self._losses} times before every pipeline had finished an update"
+                    f" (the last: worker {lost[-1].worker}, {lost[-1].reason})."
                 )
-            self._cluster.restart(report.worker)
+            for report in lost:
+                self._cluster.restart(report.worker)
         except CapacityError as error:
             for driver in self._live():
-                driver.fail(str(error))
+                driver.fail(str(error), alone=False)
             return
-        self._recover(f"worker {report.worker} was lost ({report.reason})")
+        names = " and ".join(str(report.worker) for report in lost)
+        self._recover(f"worker{'s' * (len(lost) > 1)} {names} lost ({lost[-1].reason})")
 
     def _recover(self, reason: str) -> None:
         """Reconnect all workers and let every pipeline go on from its last checkpoint."""
@@ -144,19 +154,29 @@ class Controller:
         self._leases.clear()
         self._connect()
         for driver in self._live():
-            driver.open(reason=reason)
+            self._guarded(driver, partial(driver.open, reason=reason))
 
     def _connect(self) -> None:
         self._generation += 1
-        command: Command = Connect(generation=self._generation, store=self._cluster.rendezvous(self._generation))
+        try:
+            store = self._cluster.rendezvous(self._generation)
+        except PeerLost:
+            return  # another worker is gone: its loss will be reported, and this is called again
         for worker in range(self._cluster.workers):
-            self._cluster.send(worker, [command])
+            self._cluster.send(worker, [Connect(generation=self._generation, store=store)])
 
-    def _drain_last_events(self) -> None:
-        """The workers' last spans, so that utilisation covers the whole run."""
-        for report in self._cluster.poll(POLL_S):
-            if isinstance(report, Happened):
-                self._handle(report)
+    def _stop_workers(self) -> None:
+        """Let every worker tell its last spans, so that utilisation covers the whole run."""
+        waiting = set(range(self._cluster.workers))
+        for worker in waiting:
+            self._cluster.send(worker, [Stop()])
+        deadline = time.monotonic() + STOP_S
+        while waiting and time.monotonic() < deadline:
+            for report in self._cluster.poll(POLL_S):
+                if isinstance(report, Happened):
+                    self._handle(report)
+                elif isinstance(report, Stopped | Lost):
+                    waiting.discard(report.worker)
 
     def _emit(self, event: Event) -> None:
         self._sink.write(event)

@@ -53,10 +53,6 @@ class LeaseBook:
         """End a lease at once, e.g. because nobody was told of it."""
         del self._held[lease_id], self._working[lease_id]
 
-    def cancel(self, pipeline: str) -> None:
-        """Forget what ``pipeline`` asked for; a lease that it holds stays until released."""
-        self._asked = [entry for entry in self._asked if entry[0] != pipeline]
-
     def clear(self) -> None:
         """After a worker was lost, no lease is valid any more."""
         self._asked.clear()

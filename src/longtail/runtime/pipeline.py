@@ -38,7 +38,6 @@ from longtail.cluster.messages import (
     Update,
     Updated,
 )
-from longtail.cluster.tenant import merge_stats
 from longtail.core.config import Pipeline
 from longtail.core.errors import CheckpointError, RewardError
 from longtail.core.events import (
@@ -56,6 +55,7 @@ from longtail.core.types import Lease, SamplingParams
 from longtail.rl.packing import plan_micro_batches, with_signal
 from longtail.rl.reward_pool import RewardPool
 from longtail.rl.tasks import Task, prompt_indices
+from longtail.rl.trainer import MicroStats, UpdateStats
 from longtail.runtime.saver import Saver
 from longtail.runtime.step import Group, StepBatch, totals
 
@@ -101,15 +101,16 @@ class PipelineDriver:
         self.plan, self.workers = plan, workers
         self.stage = "new"
         self.step = 0
-        self.attempt = 0
+        self.attempt = self._opened_as = 0
         self.error: str | None = None
         self.saver = Saver(plan.folder, workers=workers, keep=plan.config.checkpoint.keep)
         self._rewards, self._send, self._emit, self._ask_lease, self._wake = rewards, send, emit, ask_lease, wake
         self._batch: StepBatch | None = None
         self._futures: dict[Future, Group] = {}
         self._waiting_for: set[int] = set()
-        self._train_stats: dict[str, float] = {}
-        self._update_stats: dict[str, float] = {}
+        self._train_stats: dict[int, MicroStats] = {}
+        self._update_stats = UpdateStats(grad_norm=0.0, lr=0.0)
+        self._has_signal = True
         self._iteration = 0
         self._entered: dict[str, float] = {}
         self._ending: str | None = None
@@ -136,8 +137,11 @@ class PipelineDriver:
             self.fail(f"{self.name}: no checkpoint in {self.plan.folder} is complete; remove them or use --fresh.")
             return
         self.attempt += 1
+        self._opened_as = self.attempt
         self._abandon_work()
         self.step = found.step
+        if self._ending == "finished":  # the last checkpoint was not to be; its steps are made again
+            self._ending = None
         if found.path or reason:
             self._emit(Rollback(pipeline=self.name, step=self.step, reason=reason or "resumed from checkpoint"))
         config = self.plan.config
@@ -166,13 +170,14 @@ class PipelineDriver:
         if self._may_settle():
             self._settle()
 
-    def fail(self, error: str) -> None:
-        """End the pipeline with an error; its last checkpoint stays."""
+    def fail(self, error: str, *, alone: bool = True) -> None:
+        """End the pipeline with an error; its last checkpoint stays. ``alone``: other pipelines are not concerned."""
         if self.over:
             return
         where = f"checkpoint {self.saver.last_path.name}" if self.saver.last_path else "its start (no checkpoint yet)"
         stop = "" if error.endswith(".") else "."
-        self.error = f"{error}{stop} The pipeline is stopped at {where}; other pipelines go on."
+        others = "; other pipelines go on" if alone else ""
+        self.error = f"{error}{stop} The pipeline is stopped at {where}{others}."
         self._end("failed")
 
     def _end(self, reason: str) -> None:
@@ -192,8 +197,12 @@ class PipelineDriver:
     # -- reports ----------------------------------------------------------------------------------------------
 
     def handle(self, report: PipelineReport) -> None:
-        """Take one worker report; reports of earlier attempts are dropped."""
-        if report.attempt != self.attempt or self.over:
+        """Take one worker report; reports of earlier attempts are dropped.
+
+        Dropping work begins a new attempt too, but a pipeline that failed before that is still broken.
+        """
+        failed = isinstance(report, PipelineFailed) and report.attempt >= self._opened_as
+        if self.over or (report.attempt != self.attempt and not failed):
             return
         match report:
             case Opened():
@@ -201,15 +210,16 @@ class PipelineDriver:
             case Sampled():
                 self._sampled(report)
             case Trained():
-                merge_stats(self._train_stats, report.stats)
+                self._train_stats[report.worker] = report.stats
                 self._arrived(report.worker, self._trained)
             case Updated():
-                self._update_stats = dict(report.stats)
+                self._update_stats = report.stats
                 self._arrived(report.worker, self._updated)
             case Saved():
                 self._saved(report)
             case SaveFailed():
-                self._could_not_save(report.error)
+                if self.saver.step_in_progress == report.step:
+                    self._could_not_save(report.error)
             case PipelineFailed():
                 if report.traceback:
                     self._note("error", f"{self.name}: worker {report.worker}:\n{report.traceback}")
@@ -246,12 +256,12 @@ class PipelineDriver:
     def _begin_step(self) -> None:
         config = self.plan.config
         self._entered = {}
+        self._train_stats = {}
         self._enter("rollout")
         task = self.plan.task
         indices = prompt_indices(task, step=self.step, prompts=config.rollout.prompts, seed=config.seed)
-        chat = {"auto": None, "chat": True, "plain": False}[config.rollout.prompt_format]
         examples = [task.example(index) for index in indices]
-        prompts = [self.plan.tokenizer.encode_prompt(e.prompt, chat=chat) for e in examples]
+        prompts = [self.plan.tokenizer.encode_prompt(e.prompt, chat=config.rollout.chat) for e in examples]
         self._batch = StepBatch.of(self.step, examples, prompts, config.algorithm.group_size)
         params = SamplingParams(
             max_tokens=config.rollout.max_tokens,
@@ -317,6 +327,11 @@ class PipelineDriver:
                 self.fail(str(error))
                 return
         if self.stage == "score" and self._batch is not None and self._batch.scored:
+            unscored = sum(r is None for g in self._batch.groups for r in g.rewards or ())
+            if unscored:
+                self._note(
+                    "warning", f"{self.name}: {unscored} samples of step {self.step + 1} have no reward: left out."
+                )
             self._begin_training()
 
     # -- train and update -------------------------------------------------------------------------------------
@@ -327,13 +342,13 @@ class PipelineDriver:
         self._enter("train")
         groups = batch.train_groups(config.algorithm.scale_rewards)
         if not groups:
-            self._note("warning", f"{self.name}: no sample of step {self.step + 1} has a reward; no update is made.")
             self._finish_step()
             return
-        self._totals = totals(groups, config.rollout.max_tokens)
+        self._totals, self._has_signal = totals(groups, config.rollout.max_tokens), True
         if config.algorithm.beta == 0:
             # Groups whose advantages are all 0 have no gradient; one is kept so that log-probs are still compared.
-            groups = with_signal(groups) or groups[:1]
+            signal = with_signal(groups)
+            self._has_signal, groups = bool(signal), signal or groups[:1]
         self._plans = plan_micro_batches(groups, workers=self.workers, micro_tokens=config.train.micro_tokens)
         self._send_micro_batches()
 
@@ -351,6 +366,9 @@ class PipelineDriver:
         )
 
     def _trained(self) -> None:
+        if not self._has_signal:
+            self._finish_step()  # not even the optimizer's momentum may move the weights
+            return
         if "update" not in self._entered:
             self._enter("update")
         self._waiting_for = set(range(self.workers))
@@ -388,19 +406,23 @@ class PipelineDriver:
 
     def _learning_metrics(self) -> dict[str, float]:
         """Means over trained tokens from the sums that workers reported, and what the update reported."""
-        sums, tokens = self._train_stats, max(self._train_stats.get("tokens", 0.0), 1.0)
-        if not sums:
+        if not self._train_stats:
             return {}
-        return {
-            "loss": sums["loss"],
-            "kl": sums["kl"] / tokens,
-            "entropy": sums["entropy"] / tokens,
-            "clip_fraction": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
-            "logprob_diff_mean": sums["gap_sum"] / tokens,
-            "logprob_diff_max": sums["gap_max"],
-            "grad_norm": self._update_stats["grad_norm"],
-            "lr": self._update_stats["lr"],
+        sums = MicroStats()
+        for worker in sorted(self._train_stats):  # in the same order every time: sums of floats depend on it
+            sums += self._train_stats[worker]
+        tokens = max(sums.tokens, 1)
+        metrics = {
+            "loss": sums.loss,
+            "kl": sums.kl / tokens,
+            "entropy": sums.entropy / tokens,
+            "clip_fraction": (sums.clipped_low + sums.clipped_high) / tokens,
+            "logprob_diff_mean": sums.gap_sum / tokens,
+            "logprob_diff_max": sums.gap_max,
         }
+        if self._has_signal:
+            metrics |= {"grad_norm": self._update_stats.grad_norm, "lr": self._update_stats.lr}
+        return metrics
 
     def _times(self, now: float) -> dict[str, float]:
         stages = [*self._entered.items(), ("end", now)]

@@ -49,6 +49,10 @@ class Saver:
     def busy(self) -> bool:
         return self._now is not None
 
+    @property
+    def step_in_progress(self) -> int | None:
+        return self._now.step if self._now else None
+
     def find(self) -> checkpoint.Found:
         """The newest complete checkpoint, from which the pipeline goes on; forgets a half-made one."""
         self._now = None

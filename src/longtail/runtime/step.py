@@ -115,7 +115,7 @@ class StepBatch:
         return {
             "reward_mean": float(flat.mean()) if len(flat) else float("nan"),
             "reward_std": float(flat.std()) if len(flat) else float("nan"),
-            "flat_group_fraction": float(np.mean([len(set(group)) <= 1 for group in rewards])),
+            "flat_group_fraction": self._flat_fraction(),
             "sequences": float(len(lengths)),
             "tokens": float(lengths.sum()),
             "length_mean": float(lengths.mean()),
@@ -123,6 +123,12 @@ class StepBatch:
             "truncated_fraction": float(truncated),
             "preemptions": float(sum(c.preemptions for c in self.completions())),
         }
+
+    def _flat_fraction(self) -> float:
+        """The share of groups, among those with any reward, that have no gradient because all advantages are 0."""
+        advantages = [group_advantages(g.rewards or (), scale="none") for g in self.groups]
+        scored = [a[~np.isnan(a)] for a in advantages if not np.isnan(a).all()]
+        return float(np.mean([not a.any() for a in scored])) if scored else float("nan")
 
 
 def totals(groups: Sequence[TrainGroup], max_tokens: int) -> StepTotals:

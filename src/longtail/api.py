@@ -13,7 +13,7 @@ from longtail.core.config import Jobs, Pipeline
 from longtail.runtime.jobfile import JobFile, jobs_from_python, load_jobs
 
 if TYPE_CHECKING:
-    from longtail.runtime.run import RunResult
+    from longtail.launch import RunResult
 
 
 def run(
@@ -34,8 +34,8 @@ def run(
     Raises ``ConfigError`` with one sentence per line if anything cannot work, before anything starts. A pipeline that
     fails later does not raise: see ``RunResult.errors``.
     """
+    from longtail.launch import run_jobs
     from longtail.runtime.check import check_jobs
-    from longtail.runtime.run import run_jobs
 
     job_file = to_job_file(jobs, workers=workers, name=name)
     return run_jobs(check_jobs(job_file), job_file, fresh=fresh, quiet=quiet)

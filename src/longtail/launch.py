@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
     workers cannot be had.
     """
     jobs = job_file.jobs
-    folder = Path(jobs.runs_dir) / job_file.run_name
+    folder = (Path(jobs.runs_dir) / job_file.run_name).absolute()
     if fresh:
         _set_aside(folder)
     with lock_run(folder), contextlib.ExitStack() as stack:
@@ -78,7 +78,7 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
         rewards = RewardPool(processes=jobs.reward_processes, log_path=folder / "rewards.log")
         stack.callback(rewards.close)
         plans = _plans(checked, job_file, folder, rewards)
-        cluster = _start_cluster(checked, jobs.ray)
+        cluster = _start_cluster(checked, jobs.ray, tell=lambda text: sink.write(Note(level="info", message=text)))
         stack.callback(cluster.close)
         sink.write(_run_started(checked, job_file, cluster, resumed))
         for message in [*notes, *checked.warnings]:
@@ -98,10 +98,10 @@ def _finished_before(checked: CheckedJobs, job_file: JobFile, folder: Path) -> d
     return {name: f.path for name, f in found.items()} if over else {}
 
 
-def _start_cluster(checked: CheckedJobs, address: str) -> Cluster:
+def _start_cluster(checked: CheckedJobs, address: str, *, tell: Callable[[str], None]) -> Cluster:
     from longtail.cluster.ray_cluster import RayCluster  # ray takes a second to import
 
-    return RayCluster(workers=checked.workers, threads=checked.threads_per_worker, address=address)
+    return RayCluster(workers=checked.workers, threads=checked.threads_per_worker, address=address, tell=tell)
 
 
 def _run_started(checked: CheckedJobs, job_file: JobFile, cluster: Cluster, resumed: bool) -> RunStarted:
