@@ -99,6 +99,9 @@ def _finished_before(checked: CheckedJobs, job_file: JobFile, folder: Path) -> d
 
 
 def _start_cluster(checked: CheckedJobs, address: str, *, tell: Callable[[str], None]) -> Cluster:
+    if address == "local":
+        # Ray reads this when it is imported: all its servers then listen on loopback only.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     from longtail.cluster.ray_cluster import RayCluster  # ray takes a second to import
 
     return RayCluster(workers=checked.workers, threads=checked.threads_per_worker, address=address, tell=tell)

@@ -37,6 +37,7 @@ class Run:
         folder.mkdir(exist_ok=True)
         (folder / "jobs.yaml").write_text(JOBS)
         self.folder = folder / "runs" / "jobs"
+        self.listening: set[str] = set()
         self._seen = sum(1 for _ in self.events())
         self.process = subprocess.Popen(
             [sys.executable, "-m", "longtail", "run", "jobs.yaml"],
@@ -98,6 +99,7 @@ def undisturbed(tmp_path_factory) -> Run:
     run = Run(tmp_path_factory.mktemp("undisturbed"))
     run.wait_for(in_rollout(0))
     processes = run.descendants()
+    run.listening = {c.laddr.ip for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
     code, output = run.end()
     assert code == 0, output
     assert "words" in output
@@ -111,6 +113,11 @@ def test_a_run_leaves_config_log_metrics_and_checkpoints(undisturbed):
     assert {"config.yaml", "events.jsonl", "tensorboard", "words", "chains"} <= names
     assert [p.name for p in sorted((undisturbed.folder / "words").iterdir())] == ["step-000004", "step-000006"]
     assert isinstance(list(undisturbed.events())[-1], RunEnded)
+
+
+def test_nothing_of_a_local_run_listens_beyond_this_machine(undisturbed):
+    assert undisturbed.listening
+    assert undisturbed.listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
 def test_running_a_finished_job_again_does_nothing_and_shows_its_result(undisturbed):

@@ -96,6 +96,20 @@ def test_any_subset_of_kv_heads_computes_its_share(kind):
         assert torch.allclose(share.view(40, len(kv_heads), -1), whole[:, kv_heads], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [LaneAttention, TorchLaneAttention])
+def test_writing_beyond_a_lane_is_refused(kind):
+    config = shapes(heads=6, kv_heads=2, head_dim=32)
+    side = Side(kind, config, torch.float32, reach=64)
+    qkv = torch.randn(3, config.kv_heads * config.qkv_rows_per_kv)
+    side([63, 0, 0], [1, 1, 1], qkv)
+    for start in (64, 5000):
+        with pytest.raises(ValueError, match="does not reach"):
+            side([start, 0, 0], [1, 1, 1], qkv)
+    side.pool.release(int(side.rows[2]), 1)
+    with pytest.raises(ValueError, match="does not reach"):
+        side([0, 0, 0], [1, 1, 1], qkv)
+
+
 def test_bfloat16_and_odd_shapes_are_left_to_torch():
     def pool(dtype=torch.float32, block_tokens=16, **changes):
         return LanePool(shapes(**changes), blocks=4, block_tokens=block_tokens, dtype=dtype)

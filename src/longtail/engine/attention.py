@@ -84,8 +84,10 @@ class LaneAttention:
     def begin(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         """Announce the flat batch: segment i is ``counts[i]`` tokens of row ``rows[i]`` from position ``starts[i]``.
 
-        The lanes must already reach every position that is written.
+        Raises ``ValueError`` if a lane does not reach a position that would be written.
         """
+        if not self._pool.reaches(rows, starts + counts - 1):
+            raise ValueError("a lane does not reach the positions to be written: grow or claim it first")
         pool, c, args = self._pool, self._pool.config, self._args
         R, H = c.heads_per_kv, c.head_dim
         ends = starts + counts

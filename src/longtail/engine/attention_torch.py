@@ -28,8 +28,10 @@ class TorchLaneAttention:
     def begin(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         """Announce the flat batch: segment i is ``counts[i]`` tokens of row ``rows[i]`` from position ``starts[i]``.
 
-        The lanes must already reach every position that is written.
+        Raises ``ValueError`` if a lane does not reach a position that would be written.
         """
+        if not self._pool.reaches(rows, starts + counts - 1):
+            raise ValueError("a lane does not reach the positions to be written: grow or claim it first")
         pool = self._pool
         device, size = pool.k.device, pool.block_tokens
         segment = np.repeat(np.arange(len(counts)), counts)

@@ -123,6 +123,11 @@ class LanePool:
         np.add.at(self.refs, shared.ravel(), 1)
         return row
 
+    def reaches(self, rows: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether every lane of each row has the block of its position."""
+        at = positions // self.block_tokens
+        return bool(at.max() < self.tables.shape[2] and (self.tables[rows, :, at] != MISSING).all())
+
     # Writing
 
     def wanted(self, rows: np.ndarray, positions: np.ndarray) -> int:

@@ -49,7 +49,7 @@ def compare_for_resume(old: Jobs, new: Jobs) -> Changes:
     notes += [f"pipelines.{name} is new: it starts at step 0." for name in new.pipelines if name not in old.pipelines]
     top = {"name", "runs_dir", "pipelines"}
     for key, before, after in _differences(old.model_dump(exclude=top), new.model_dump(exclude=top)):
-        notes.append(f"{key} was {_shown(before)} and is {_shown(after)} now: results stay the same.")
+        notes.append(f"{key} was {_shown(before)} and is {_shown(after)} now: results stay the same up to rounding.")
     return Changes(problems, notes)
 
 
