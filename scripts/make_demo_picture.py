@@ -1,6 +1,6 @@
 """Draws what a run showed in the terminal, half-way and at its end, from its event log: the picture of the README.
 
-    .venv/bin/python scripts/make_demo_picture.py runs/demo docs/demo.svg
+.venv/bin/python scripts/make_demo_picture.py runs/demo docs/demo.svg
 """
 
 from __future__ import annotations

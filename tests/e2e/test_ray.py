@@ -33,9 +33,9 @@ pipelines:
 class Run:
     """A `longtail run` process in a folder of its own, with access to its log and its children."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, jobs: str = JOBS) -> None:
         folder.mkdir(exist_ok=True)
-        (folder / "jobs.yaml").write_text(JOBS)
+        (folder / "jobs.yaml").write_text(jobs)
         self.folder = folder / "runs" / "jobs"
         self.listening: set[str] = set()
         self._seen = sum(1 for _ in self.events())
@@ -167,11 +167,12 @@ def test_a_worker_killed_during_a_step_is_replaced_and_changes_nothing(undisturb
 
 
 def test_a_signal_saves_and_ends_and_meanwhile_a_second_start_is_refused(tmp_path):
-    first = Run(tmp_path / "run")
+    endless = JOBS.replace("steps: 6", "steps: 100000").replace("steps: 3", "steps: 100000")
+    first = Run(tmp_path / "run", endless)
     first.wait_for(in_rollout(3))
-    second = Run(tmp_path / "run")
+    second = Run(tmp_path / "run", endless)
     code, output = second.end()
-    assert code == 2
+    assert code == 2, output
     assert str(first.process.pid) in output
     processes = first.descendants()
     first.process.send_signal(signal.SIGTERM)

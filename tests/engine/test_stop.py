@@ -76,7 +76,9 @@ def test_a_forced_length_ignores_end_tokens_and_stop_strings():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    pieces=st.lists(st.text("ab\n", max_size=3), min_size=1, max_size=40),
+    pieces=st.lists(
+        st.one_of(st.text("ab\n", max_size=3), st.text("c", min_size=30), st.just("")), min_size=1, max_size=40
+    ),
     stops=st.lists(st.text("ab\n", min_size=1, max_size=6), min_size=1, max_size=3),
 )
 def test_checking_after_each_token_finds_the_first_match_of_the_whole_text(pieces, stops):
@@ -100,3 +102,13 @@ def test_a_character_of_several_tokens_matches_when_it_is_whole():
     hits = [n for n in range(1, len(data) + 1) if stop_position(list(data[:n]), text_of, ["\U0001f642"]) is not None]
     assert hits[0] == 6
     assert stop_position(list(data[:6]), text_of, ["\U0001f642"]) == 2
+
+
+def test_a_match_behind_tokens_without_text_and_ended_by_a_long_token_is_found():
+    pieces = ["ST", *[""] * 100, "OP" + "x" * 50]
+
+    def text_of(tokens):
+        return "".join(pieces[t] for t in tokens)
+
+    assert stop_position(range(len(pieces) - 1), text_of, ["STOP"]) is None
+    assert stop_position(range(len(pieces)), text_of, ["STOP"]) == 0

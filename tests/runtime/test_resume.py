@@ -69,4 +69,7 @@ def test_pipelines_that_come_and_go_are_noted():
 
 def test_other_workers_are_noted_and_names_and_folders_are_not_compared():
     old, new = jobs(), jobs().model_copy(update={"workers": 3, "runs_dir": "elsewhere", "name": "x"})
-    assert compare_for_resume(old, new) == ([], ["workers was unset and is 3 now: results stay the same up to rounding."])
+    assert compare_for_resume(old, new) == (
+        [],
+        ["workers was unset and is 3 now: results stay the same up to rounding."],
+    )

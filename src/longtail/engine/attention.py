@@ -40,7 +40,7 @@ from longtail.engine.simd import (
     sub,
     total,
 )
-from longtail.engine.team import Kernel, float_word, team_size, words
+from longtail.engine.team import FINISHED, NEXT, TICKET, Kernel, float_word, team_size, words
 
 TILE = 16
 """Tokens of one work item of a prefill."""
@@ -53,10 +53,10 @@ _PARALLEL_WORK = 200_000
 """Multiply-adds of one layer below which waking a second thread costs more than it brings."""
 
 # Words of a kernel's argument block. The floats follow at _EPS and _SCALE as float64 bits.
-(_NEXT, _TICKET, _LAYER, _WRITE, _ATTEND, _ITEMS, _QKV, _OUT, _TOKENS, _HEADS, _R, _H) = range(12)
-(_K, _V, _BLOCKS, _LAYERS, _BLOCK_TOKENS, _TABLES, _ROWS, _WIDTH) = range(12, 20)
-(_SEGMENTS, _COS, _SIN, _ROPE_ROWS, _Q_NORM, _K_NORM, _SCRATCH, _SCRATCH_WORDS, _EPS, _SCALE) = range(20, 30)
-_WORDS = 32
+(LAYER, WRITE, ATTEND, ITEMS, QKV, OUT, _TOKENS, _HEADS, _R, _H) = range(3, 13)
+(_K, _V, _BLOCKS, _LAYERS, _BLOCK_TOKENS, _TABLES, _ROWS, _WIDTH) = range(13, 21)
+(_SEGMENTS, _COS, _SIN, _ROPE_ROWS, Q_NORM, K_NORM, _SCRATCH, _SCRATCH_WORDS, _EPS, _SCALE) = range(21, 31)
+WORDS = 31
 
 
 def supports(pool: LanePool) -> bool:
@@ -75,10 +75,9 @@ class LaneAttention:
 
     def __init__(self, pool: LanePool, rope: RopeTable) -> None:
         self._pool, self._rope = pool, rope
-        self._kernel = compiled(pool.k.dtype)
-        self._args = words(_WORDS)()
+        self._args = words(WORDS)()
         self._scratch = torch.empty(0, 0, dtype=pool.k.dtype)
-        self._tokens, self._threads, self._decode = 0, 1, True
+        self._tokens, self._threads, self.decode = 0, 1, True
         self._alive: tuple = ()
 
     def begin(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
@@ -92,16 +91,16 @@ class LaneAttention:
         R, H = c.heads_per_kv, c.head_dim
         ends = starts + counts
         self._tokens = int(counts.sum())
-        self._decode = self._tokens == len(counts)
-        segments = _tiles(rows, starts, counts, 1 if self._decode else TILE)
+        self.decode = self._tokens == len(counts)
+        segments = _tiles(rows, starts, counts, 1 if self.decode else TILE)
         self._threads = team_size() if int(counts @ ends) * pool.heads * R * H > _PARALLEL_WORK else 1
-        tile_rows = (1 if self._decode else TILE) * R
+        tile_rows = (1 if self.decode else TILE) * R
         scratch_words = tile_rows * (2 * H + CHUNK + 2) + 2 * H
-        if self._scratch.shape[0] < self._threads or self._scratch.shape[1] < scratch_words:
-            self._scratch = torch.empty(self._threads, scratch_words, dtype=pool.k.dtype)
+        if self._scratch.shape[0] < team_size() or self._scratch.shape[1] < scratch_words:
+            self._scratch = torch.empty(team_size(), scratch_words, dtype=pool.k.dtype)
         cos, sin = self._rope.upto(int(ends.max()))
         self._alive = (segments, cos, sin, pool.tables)
-        args[_ITEMS] = len(segments) * pool.heads
+        args[ITEMS] = len(segments) * pool.heads
         args[_TOKENS], args[_HEADS], args[_R], args[_H] = self._tokens, pool.heads, R, H
         args[_K], args[_V] = pool.k.data_ptr(), pool.v.data_ptr()
         args[_BLOCKS], args[_LAYERS], args[_BLOCK_TOKENS] = pool.total, c.layers, pool.block_tokens
@@ -115,10 +114,10 @@ class LaneAttention:
         qkv_TE = qkv_TE.contiguous()
         args, c = self._args, self._pool.config
         out_TQ = torch.empty(self._tokens, self._pool.heads * c.heads_per_kv * c.head_dim, dtype=qkv_TE.dtype)
-        args[_LAYER], args[_QKV], args[_OUT] = layer, qkv_TE.data_ptr(), out_TQ.data_ptr()
-        args[_Q_NORM] = 0 if q_norm_H is None else q_norm_H.data_ptr()
-        args[_K_NORM] = 0 if k_norm_H is None else k_norm_H.data_ptr()
-        if self._decode:
+        args[LAYER], args[QKV], args[OUT] = layer, qkv_TE.data_ptr(), out_TQ.data_ptr()
+        args[Q_NORM] = 0 if q_norm_H is None else q_norm_H.data_ptr()
+        args[K_NORM] = 0 if k_norm_H is None else k_norm_H.data_ptr()
+        if self.decode:
             self._run(write=1, attend=1)
         else:
             # All keys of the chunk must be in place before the first query of it.
@@ -126,11 +125,15 @@ class LaneAttention:
             self._run(write=0, attend=1)
         return out_TQ
 
+    def announced(self) -> np.ndarray:
+        """Words of the argument block that hold for every layer of this batch."""
+        return np.ctypeslib.as_array(self._args)
+
     def _run(self, write: int, attend: int) -> None:
         args = self._args
-        args[_NEXT] = args[_TICKET] = 0
-        args[_WRITE], args[_ATTEND] = write, attend
-        self._kernel.run(args, self._threads)
+        args[NEXT] = args[TICKET] = args[FINISHED] = 0
+        args[WRITE], args[ATTEND] = write, attend
+        compiled(self._pool.k.dtype).run(args, self._threads)
 
 
 def _tiles(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tile: int) -> np.ndarray:
@@ -156,7 +159,7 @@ def compiled(dtype: torch.dtype) -> Kernel:
 def _compile32():
     @callback
     def kernel32(pointer):
-        _team_member(pointer, np.float32)
+        attention_items(pointer, np.float32)
 
     return kernel32
 
@@ -164,61 +167,65 @@ def _compile32():
 def _compile64():
     @callback
     def kernel64(pointer):
-        _team_member(pointer, np.float64)
+        attention_items(pointer, np.float64)
 
     return kernel64
 
 
 @jit
-def _team_member(pointer, dtype):
-    """Take items until none is left."""
-    args = carray(pointer, _WORDS, np.int64)
+def attention_items(pointer, dtype):
+    """A thread's part: take items until none is left.
+
+    Returns the number of items; those that are done are counted in ``FINISHED``.
+    """
+    args = carray(pointer, WORDS, np.int64)
     heads, R, H = args[_HEADS], args[_R], args[_H]
     tokens, block_tokens = args[_TOKENS], args[_BLOCK_TOKENS]
     E = heads * (R + 2) * H
-    qkv = carray(as_pointer(args[_QKV]), tokens * E, dtype)
-    out = carray(as_pointer(args[_OUT]), tokens * heads * R * H, dtype)
+    qkv = carray(as_pointer(args[QKV]), tokens * E, dtype)
+    out = carray(as_pointer(args[OUT]), tokens * heads * R * H, dtype)
     pool = args[_BLOCKS] * args[_LAYERS] * H * block_tokens
     k = carray(as_pointer(args[_K]), pool, dtype)
     v = carray(as_pointer(args[_V]), pool, dtype)
     tables = carray(as_pointer(args[_TABLES]), (args[_ROWS], heads, args[_WIDTH]), np.int32)
-    segments = carray(as_pointer(args[_SEGMENTS]), (args[_ITEMS] // heads, 4), np.int64)
+    segments = carray(as_pointer(args[_SEGMENTS]), (args[ITEMS] // heads, 4), np.int64)
     cos = carray(as_pointer(args[_COS]), args[_ROPE_ROWS] * (H // 2), dtype)
     sin = carray(as_pointer(args[_SIN]), args[_ROPE_ROWS] * (H // 2), dtype)
-    q_norm = carray(as_pointer(args[_Q_NORM]), H, dtype)
-    k_norm = carray(as_pointer(args[_K_NORM]), H, dtype)
-    normed = args[_Q_NORM] != 0
+    q_norm = carray(as_pointer(args[Q_NORM]), H, dtype)
+    k_norm = carray(as_pointer(args[K_NORM]), H, dtype)
+    normed = args[Q_NORM] != 0
     words = args[_SCRATCH_WORDS]
-    ticket = fetch_add(args, _TICKET, 1)
+    ticket = fetch_add(args, TICKET, 1)
     scratch = carray(as_pointer(args[_SCRATCH] + ticket * words * out.itemsize), words, dtype)
-    floats = carray(pointer, _WORDS, np.float64)
+    floats = carray(pointer, WORDS, np.float64)
     eps, scale, one = dtype(floats[_EPS]), dtype(floats[_SCALE]), dtype(1.0)
     lanes, key = VECTOR_BYTES // scratch.itemsize, words - H
     no_lane = tables[0, 0, :0]
-    item = fetch_add(args, _NEXT, 1)
-    while item < args[_ITEMS]:
+    done = 0
+    item = fetch_add(args, NEXT, 1)
+    while item < args[ITEMS]:
         # The next item is claimed already, so that its first blocks can be fetched while this one is computed.
-        next_item = fetch_add(args, _NEXT, 1)
-        next_lane = tables[segments[next_item // heads, 0], next_item % heads] if next_item < args[_ITEMS] else no_lane
+        next_item = fetch_add(args, NEXT, 1)
+        next_lane = tables[segments[next_item // heads, 0], next_item % heads] if next_item < args[ITEMS] else no_lane
         segment, head = segments[item // heads], item % heads
         row, start, count, flat = segment[0], segment[1], segment[2], segment[3]
         lane = tables[row, head]
         group = (flat * heads + head) * (R + 2) * H
-        if args[_WRITE] != 0:
+        if args[WRITE] != 0:
             for i in range(count):
                 source = group + i * E + R * H
                 at = (start + i) * (H // 2)
                 _norm_rope(qkv, source, scratch, key, H, k_norm, normed, eps, cos, sin, at, one)
-                if args[_ATTEND] == 0:
-                    block = lane[(start + i) // block_tokens] * args[_LAYERS] + args[_LAYER]
+                if args[ATTEND] == 0:
+                    block = lane[(start + i) // block_tokens] * args[_LAYERS] + args[LAYER]
                     _write(scratch, key, qkv, source + H, k, v, block, (start + i) % block_tokens, H, block_tokens)
-        if args[_ATTEND] != 0:
+        if args[ATTEND] != 0:
             for i in range(count):
                 at = (start + i) * (H // 2)
                 for r in range(R):
                     source, target = group + i * E + r * H, (i * R + r) * H
                     _norm_rope(qkv, source, scratch, target, H, q_norm, normed, eps, cos, sin, at, scale)
-            value = group + (R + 1) * H if args[_WRITE] != 0 else -1
+            value = group + (R + 1) * H if args[WRITE] != 0 else -1
             _attend(
                 scratch,
                 k,
@@ -230,7 +237,7 @@ def _team_member(pointer, dtype):
                 R,
                 H,
                 block_tokens,
-                args[_LAYER],
+                args[LAYER],
                 args[_LAYERS],
                 one,
                 key,
@@ -242,7 +249,10 @@ def _team_member(pointer, dtype):
                 target = ((flat + i) * heads + head) * R * H
                 for j in range(0, R * H, lanes):
                     store(out, target + j, load(scratch, (rows + i * R) * H + j))
+        done += 1
         item = next_item
+    fetch_add(args, FINISHED, done)
+    return args[ITEMS]
 
 
 @jit

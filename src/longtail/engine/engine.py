@@ -16,10 +16,11 @@ import torch
 
 from longtail.core.errors import CapacityError, ModelError, RequestError
 from longtail.core.types import Completion, FinishReason, Request, SamplingParams, SubStage
-from longtail.engine import attention, linear, sampling
+from longtail.engine import attention, linear, program, sampling
 from longtail.engine.attention_torch import TorchLaneAttention
 from longtail.engine.lanes import LanePool
 from longtail.engine.model import Decoder
+from longtail.engine.program import LayerProgram
 from longtail.engine.sampling import NOT_FINITE, Draws, Sampler
 from longtail.engine.scheduler import FRESH, Fill, Group, Scheduler
 from longtail.engine.sequences import Sequences
@@ -70,8 +71,8 @@ class Engine:
         self._scheduler = Scheduler(lanes, self._sequences, max_running)
         self._groups: dict[str, Group] = {}
         self._next_number = 0
-        kind = attention.LaneAttention if attention.supports(lanes) else TorchLaneAttention
-        self._attend = kind(lanes, model.rope)
+        fast = attention.supports(lanes)
+        self._attend = LayerProgram(model, lanes) if fast else TorchLaneAttention(lanes, model.rope)
         self._sample = Sampler(model.config.vocab_size)
 
     # Requests
@@ -334,7 +335,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
     Takes some 20 s of one core once per machine; a driver that calls it before starting workers spares each of them.
     """
     if dtype in (torch.float32, torch.float64):
-        for module in (linear, attention, sampling):
+        for module in (linear, program, sampling):
             module.compiled(dtype)
 
 

@@ -25,6 +25,7 @@ from longtail.engine.simd import (
     VECTOR_BYTES,
     add,
     as_pointer,
+    atomic_load,
     div,
     dot_tile,
     exp,
@@ -37,19 +38,20 @@ from longtail.engine.simd import (
     sub,
     total,
 )
-from longtail.engine.team import Kernel, float_word, team_size, words
+from longtail.engine.team import FINISHED, NEXT, TICKET, Kernel, float_word, team_size, words
 
 _ITEM_ROWS = 8 * DOT_COLUMNS
 """Weight rows of one work item, where no activation asks for more."""
 _PANEL_BYTES = 1 << 19
 """Rows of ``x`` are taken in panels of at most this, to stay in the second-level cache."""
-_PARALLEL_WORK = 400_000
+PARALLEL_WORK = 400_000
 """Multiply-adds below which waking a second thread costs more than it brings."""
 
-(_NEXT, _TICKET, _NEXT_ROW, _ROWS_DONE, _M, _N, _K, _X, _W, _W_STRIDE, _BIAS) = range(11)
-(_NORM, _NORMED, _RESIDUAL, _OUT, _BLOCK, _SCRATCH, _EPS) = range(11, 18)
-_WORDS = 18
-_Args = words(_WORDS)
+# Words of an argument block, after those of every kernel (team.py).
+(NEXT_ROW, ROWS_DONE, M, N, K, X, W, W_STRIDE, BIAS) = range(3, 12)
+(NORM, NORMED, RESIDUAL, OUT, BLOCK, SCRATCH, EPS) = range(12, 19)
+WORDS = 19
+_Args = words(WORDS)
 
 
 def serves(x_MK: Tensor, *widths: int) -> bool:
@@ -79,26 +81,20 @@ def linear(
     ``silu(gate) * up`` ``[M, N / 2]``. ``weight_NK`` may be a column view.
     """
     x_MK = x_MK.contiguous()
-    M, K = x_MK.shape
-    N, stride = weight_NK.shape[0], weight_NK.stride(0)
-    dtype = x_MK.dtype
-    threads = team_size() if N * K * max(M, 4) > _PARALLEL_WORK else 1
-    out = torch.empty(M, N // 2 if swiglu_block else N, dtype=dtype)
-    normed = x_MK if norm_K is None else torch.empty(M, K, dtype=dtype)
+    rows, inputs = x_MK.shape
+    outputs, dtype = weight_NK.shape[0], x_MK.dtype
+    threads = team_size() if outputs * inputs * max(rows, 4) > PARALLEL_WORK else 1
+    out = torch.empty(rows, outputs // 2 if swiglu_block else outputs, dtype=dtype)
+    normed = x_MK if norm_K is None else torch.empty(rows, inputs, dtype=dtype)
     scratch = None
     if swiglu_block:
-        scratch = torch.empty(threads * _panel_rows(M, K, x_MK.itemsize) * 2 * swiglu_block, dtype=dtype)
+        scratch = torch.empty(threads * scratch_words(rows, inputs, x_MK.itemsize, swiglu_block), dtype=dtype)
     args = _Args(
-        0,
-        0,
-        0,
-        0,
-        M,
-        N,
-        K,
+        *(0, 0, 0, 0, 0),
+        *(rows, outputs, inputs),
         x_MK.data_ptr(),
         weight_NK.data_ptr(),
-        stride,
+        weight_NK.stride(0),
         0 if bias_N is None else bias_N.data_ptr(),
         0 if norm_K is None else norm_K.data_ptr(),
         normed.data_ptr(),
@@ -117,15 +113,20 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
     x_MK = x_MK.contiguous()
     out = torch.empty_like(x_MK)
     args = _Args()
-    args[_M], args[_K] = x_MK.shape
-    args[_X], args[_NORM], args[_NORMED] = x_MK.data_ptr(), weight_K.data_ptr(), out.data_ptr()
-    args[_EPS] = float_word(eps)
+    args[M], args[K] = x_MK.shape
+    args[X], args[NORM], args[NORMED] = x_MK.data_ptr(), weight_K.data_ptr(), out.data_ptr()
+    args[EPS] = float_word(eps)
     compiled(x_MK.dtype).run(args, 1)
     return out
 
 
-def _panel_rows(M, K, itemsize):
-    return min(M, max(DOT_ROWS, _PANEL_BYTES // (K * itemsize) // DOT_ROWS * DOT_ROWS))
+def scratch_words(rows: int, inputs: int, itemsize: int, swiglu_block: int) -> int:
+    """Elements that each thread needs for a gated layer."""
+    return _panel_rows(rows, inputs, itemsize) * 2 * swiglu_block
+
+
+def _panel_rows(rows, inputs, itemsize):
+    return min(rows, max(DOT_ROWS, _PANEL_BYTES // (inputs * itemsize) // DOT_ROWS * DOT_ROWS))
 
 
 _compiled_panel_rows = jit(_panel_rows)
@@ -141,7 +142,7 @@ def compiled(dtype: torch.dtype) -> Kernel:
 def _compile32():
     @callback
     def linear32(pointer):
-        _team_member(pointer, np.float32)
+        linear_items(pointer, np.float32)
 
     return linear32
 
@@ -149,70 +150,78 @@ def _compile32():
 def _compile64():
     @callback
     def linear64(pointer):
-        _team_member(pointer, np.float64)
+        linear_items(pointer, np.float64)
 
     return linear64
 
 
 @jit
-def _team_member(pointer, dtype):
-    """Normalise rows until all are, then compute blocks of outputs until none is left."""
-    args = carray(pointer, _WORDS, np.int64)
-    M, N, K, block = args[_M], args[_N], args[_K], args[_BLOCK]
-    x = carray(as_pointer(args[_NORMED]), M * K, dtype)
-    if args[_NORM] != 0:
-        raw = carray(as_pointer(args[_X]), M * K, dtype)
-        norm = carray(as_pointer(args[_NORM]), K, dtype)
-        eps = dtype(carray(pointer, _WORDS, np.float64)[_EPS])
+def linear_items(pointer, dtype):
+    """A thread's part: normalise rows until all are, then compute blocks of outputs until none is left.
+
+    Returns the number of blocks; those that are done are counted in ``FINISHED``.
+    """
+    args = carray(pointer, WORDS, np.int64)
+    rows, outputs, inputs, block = args[M], args[N], args[K], args[BLOCK]
+    x = carray(as_pointer(args[NORMED]), rows * inputs, dtype)
+    if args[NORM] != 0:
+        raw = carray(as_pointer(args[X]), rows * inputs, dtype)
+        norm = carray(as_pointer(args[NORM]), inputs, dtype)
+        eps = dtype(carray(pointer, WORDS, np.float64)[EPS])
         while True:
-            m = fetch_add(args, _NEXT_ROW, 1)
-            if m >= M:
+            m = fetch_add(args, NEXT_ROW, 1)
+            if m >= rows:
                 break
-            _norm_row(raw, x, m * K, K, norm, eps, dtype(1.0))
-            fetch_add(args, _ROWS_DONE, 1)
-        while fetch_add(args, _ROWS_DONE, 0) < M:
+            _norm_row(raw, x, m * inputs, inputs, norm, eps, dtype(1.0))
+            fetch_add(args, ROWS_DONE, 1)
+        while atomic_load(args, ROWS_DONE) < rows:
             pass
-    if N == 0:
-        return
-    stride = args[_W_STRIDE]
-    w = carray(as_pointer(args[_W]), N * stride, dtype)
-    bias = carray(as_pointer(args[_BIAS]), N, dtype)
-    residual = carray(as_pointer(args[_RESIDUAL]), M * N, dtype)
-    width = N // 2 if block > 0 else N
-    out = carray(as_pointer(args[_OUT]), M * width, dtype)
+    if outputs == 0:
+        return 0
+    stride = args[W_STRIDE]
+    w = carray(as_pointer(args[W]), outputs * stride, dtype)
+    bias = carray(as_pointer(args[BIAS]), outputs, dtype)
+    residual = carray(as_pointer(args[RESIDUAL]), rows * outputs, dtype)
+    width = outputs // 2 if block > 0 else outputs
+    out = carray(as_pointer(args[OUT]), rows * width, dtype)
     step = 2 * block if block > 0 else _ITEM_ROWS
-    panel = _compiled_panel_rows(M, K, x.itemsize)
-    ticket = fetch_add(args, _TICKET, 1)
-    scratch = carray(as_pointer(args[_SCRATCH] + ticket * panel * step * x.itemsize), panel * step, dtype)
+    items = (outputs + step - 1) // step
+    panel = _compiled_panel_rows(rows, inputs, x.itemsize)
+    ticket = fetch_add(args, TICKET, 1)
+    scratch = carray(as_pointer(args[SCRATCH] + ticket * panel * step * x.itemsize), panel * step, dtype)
+    done = 0
     while True:
-        n0 = fetch_add(args, _NEXT, 1) * step
-        if n0 >= N:
-            return
-        n1 = min(N, n0 + step)
-        for m0 in range(0, M, panel):
-            m1 = min(M, m0 + panel)
+        item = fetch_add(args, NEXT, 1)
+        if item >= items:
+            break
+        done += 1
+        n0, n1 = item * step, min(outputs, (item + 1) * step)
+        for m0 in range(0, rows, panel):
+            m1 = min(rows, m0 + panel)
             if block > 0:
-                _block(x, w, scratch, m0, m1, n0, n1, K, stride, -m0 * step - n0, step)
-                if args[_BIAS] != 0:
+                _block(x, w, scratch, m0, m1, n0, n1, inputs, stride, -m0 * step - n0, step)
+                if args[BIAS] != 0:
                     for m in range(m1 - m0):
                         for n in range(step):
                             scratch[m * step + n] += bias[n0 + n]
                 for m in range(m0, m1):
                     _swiglu_row(scratch, (m - m0) * step, block, out, m * width + n0 // 2, dtype(1.0))
                 continue
-            _block(x, w, out, m0, m1, n0, n1, K, stride, 0, N)
-            if args[_BIAS] != 0:
+            _block(x, w, out, m0, m1, n0, n1, inputs, stride, 0, outputs)
+            if args[BIAS] != 0:
                 for m in range(m0, m1):
                     for n in range(n0, n1):
-                        out[m * N + n] += bias[n]
-            if args[_RESIDUAL] != 0:
+                        out[m * outputs + n] += bias[n]
+            if args[RESIDUAL] != 0:
                 for m in range(m0, m1):
                     for n in range(n0, n1):
-                        out[m * N + n] += residual[m * N + n]
+                        out[m * outputs + n] += residual[m * outputs + n]
+    fetch_add(args, FINISHED, done)
+    return items
 
 
 @jit
-def _block(x, w, out, m0, m1, n0, n1, K, w_stride, out_at, out_stride):
+def _block(x, w, out, m0, m1, n0, n1, inputs, w_stride, out_at, out_stride):
     """``out[m, n] = x[m] . w[n]`` for a block; element (m, n) is ``out[out_at + m * out_stride + n]``."""
     n = n0
     while n < n1:
@@ -223,28 +232,28 @@ def _block(x, w, out, m0, m1, n0, n1, K, w_stride, out_at, out_stride):
                 columns,
                 m == 0,
                 x,
-                m * K,
-                K,
+                m * inputs,
+                inputs,
                 w,
                 n * w_stride,
                 w_stride,
                 out,
                 out_at + m * out_stride + n,
                 out_stride,
-                K,
+                inputs,
             )
         n += columns
 
 
 @jit
-def _norm_row(raw, out, at, K, weight, eps, one):
+def _norm_row(raw, out, at, inputs, weight, eps, one):
     lanes = VECTOR_BYTES // raw.itemsize
     squares = splat(one - one)
-    for k in range(0, K, lanes):
+    for k in range(0, inputs, lanes):
         v = load(raw, at + k)
         squares = fma(v, v, squares)
-    root = splat(one / np.sqrt(total(squares) / raw.dtype.type(K) + eps))
-    for k in range(0, K, lanes):
+    root = splat(one / np.sqrt(total(squares) / raw.dtype.type(inputs) + eps))
+    for k in range(0, inputs, lanes):
         store(out, at + k, mul(mul(load(raw, at + k), root), load(weight, k)))
 
 

@@ -16,7 +16,7 @@ operations.
 from __future__ import annotations
 
 import copy
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,14 @@ class Attend(Protocol):
     """
 
     def __call__(self, layer: int, qkv_TE: Tensor, q_norm_H: Tensor | None, k_norm_H: Tensor | None) -> Tensor: ...
+
+
+@runtime_checkable
+class RunsLayers(Protocol):
+    """An :class:`Attend` that can take over all layers where the fused kernels serve (``engine/program.py``)."""
+
+    def run_layers(self, x_TD: Tensor) -> Tensor:
+        """The residual stream after the last layer, from that before the first, which may be overwritten."""
 
 
 class Layer(nn.Module):
@@ -92,6 +100,8 @@ class Decoder(nn.Module):
         c = self.config
         x_TD = F.embedding(tokens_T, self.embed)
         fast = fused.serves(x_TD, c.heads * c.head_dim, c.intermediate_size)
+        if fast and isinstance(attend, RunsLayers):
+            return fused.rms_norm(attend.run_layers(x_TD), self.norm, c.rms_eps)
         project, norm = (fused.linear, fused.rms_norm) if fast else (linear, rms_norm)
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
             qkv_TE = project(x_TD, layer.qkv, layer.qkv_bias, norm_K=layer.attn_norm, eps=c.rms_eps)

@@ -37,7 +37,7 @@ from longtail.engine.simd import (
     sub,
     total64,
 )
-from longtail.engine.team import Kernel, team_size, words
+from longtail.engine.team import NEXT, TICKET, Kernel, team_size, words
 
 BLOCK = 256
 _BINS = 1024
@@ -45,9 +45,9 @@ _LOWEST_WEIGHT_EXPONENT = 87.0
 _PARALLEL_LOGITS = 100_000
 """Logits of one call below which waking a second thread costs more than it brings."""
 
-(_NEXT, _TICKET, _ITEMS, _V, _ROWS, _LOGITS, _INDEX, _SEEDS, _POSITIONS, _TEMPERATURE) = range(10)
-(_TOP_K, _TOP_P, _TOKENS, _LOGPROBS, _SCRATCH, _SUMS) = range(10, 16)
-_WORDS = 16
+(_ITEMS, _V, _ROWS, _LOGITS, _INDEX, _SEEDS, _POSITIONS, _TEMPERATURE) = range(3, 11)
+(_TOP_K, _TOP_P, _TOKENS, _LOGPROBS, _SCRATCH, _SUMS) = range(11, 17)
+_WORDS = 17
 _Args = words(_WORDS)
 
 NOT_FINITE = -1
@@ -102,8 +102,7 @@ class Sampler:
         ]
         draws = Draws(np.empty(n, np.int64), np.empty(n, np.float64))
         args = _Args(
-            0,
-            0,
+            *(0, 0, 0),
             n,
             V,
             logits_UV.shape[0],
@@ -167,13 +166,13 @@ def _team_member(pointer, dtype):
     top_p = carray(as_pointer(args[_TOP_P]), n, np.float64)
     tokens = carray(as_pointer(args[_TOKENS]), n, np.int64)
     logprobs = carray(as_pointer(args[_LOGPROBS]), n, np.float64)
-    ticket = fetch_add(args, _TICKET, 1)
+    ticket = fetch_add(args, TICKET, 1)
     blocks = (V + BLOCK - 1) // BLOCK
     words = (blocks + 1) * BLOCK
     weights = carray(as_pointer(args[_SCRATCH] + ticket * words * logits.itemsize), words, dtype)
     sums = carray(as_pointer(args[_SUMS] + ticket * (blocks + 2 * _BINS) * 8), blocks + 2 * _BINS, np.float64)
     while True:
-        i = fetch_add(args, _NEXT, 1)
+        i = fetch_add(args, NEXT, 1)
         if i >= n:
             return
         at = index[i] * V

@@ -419,3 +419,14 @@ def fetch_add(typingctx, array, index, value):
         return builder.atomic_rmw("add", pointer, args[2], "acq_rel")
 
     return types.int64(array, types.intp, types.int64), codegen
+
+
+@intrinsic
+def atomic_load(typingctx, array, index):
+    """``array[index]`` of int64, as another thread last wrote it."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.gep(_data(context, builder, signature.args[0], args[0]), [args[1]])
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(array, types.intp), codegen

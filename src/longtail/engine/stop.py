@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-_MARGIN_TOKENS = 8
+_MARGIN = 8
 
 
 def stop_position(tokens: Sequence[int], detokenize: Callable[[list[int]], str], stops: Sequence[str]) -> int | None:
@@ -14,9 +14,11 @@ def stop_position(tokens: Sequence[int], detokenize: Callable[[list[int]], str],
     tokens, long enough for the longest stop string; on a hit the whole text decides.
     """
     longest = max(len(stop) for stop in stops)
-    count = longest + _MARGIN_TOKENS
+    # The match may end at the start of the last token, and tokens may have no text at all.
+    wanted = longest + _MARGIN + len(detokenize(list(tokens[-1:])))
+    count = longest + _MARGIN
     tail = detokenize(list(tokens[-count:]))
-    while len(tail) < longest + _MARGIN_TOKENS and count < len(tokens):
+    while len(tail) < wanted and count < len(tokens):
         count *= 2
         tail = detokenize(list(tokens[-count:]))
     if not any(stop in tail for stop in stops):

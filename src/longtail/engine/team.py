@@ -1,9 +1,10 @@
 """Threads for Numba kernels: torch's own OpenMP team.
 
 A second pool of threads beside torch's would fight it for the same cores (idle OpenMP threads spin), so kernels run
-on the threads that torch's operations use. A kernel is a C callback ``void(int64* args)``; its first two words are
-``args[0]``, the next work item, and ``args[1]``, the next thread ticket, which every thread takes with ``fetch_add``.
-Which thread does an item never changes its result.
+on the threads that torch's operations use. A kernel is a C callback ``void(int64* args)`` that every thread of the team
+calls. Its first words start at 0: ``NEXT``, the next work item, and ``TICKET``, the next thread number, which threads
+take with ``fetch_add``, and ``FINISHED``, the items that are done. So a kernel needs to know neither the size of the
+team nor who belongs to it, and which thread does an item never changes its result.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import os
 import struct
 
 import torch
+
+NEXT, TICKET, FINISHED = range(3)
 
 
 class Kernel:

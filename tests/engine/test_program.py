@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.engine_models import random_model
+from longtail.engine.attention import LaneAttention
+from longtail.engine.lanes import LanePool
+from longtail.engine.program import LayerProgram
+
+SHAPES = [
+    {},
+    {"family": "llama", "qk_norm": False, "heads": 9, "kv_heads": 3, "layers": 5},
+    {"family": "qwen2", "qk_norm": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
+]
+
+
+class Runner:
+    """One way to run a model's layers over lanes of its own."""
+
+    def __init__(self, model, attend_of):
+        self.model = model
+        self.pool = LanePool(model.config, blocks=300, dtype=model.dtype)
+        self.attend = attend_of(self.pool)
+        self.rows = np.array([self.pool.open() for _ in range(3)])
+        for row in self.rows:
+            self.pool.grow(int(row), 400)
+
+    @torch.inference_mode()
+    def __call__(self, starts, counts):
+        tokens = (torch.arange(sum(counts)) * 7 + starts[0]) % self.model.config.vocab_size
+        self.attend.begin(self.rows, np.array(starts), np.array(counts))
+        return self.model(tokens, self.attend)
+
+
+def pair(model):
+    return (
+        Runner(model, lambda pool: LayerProgram(model, pool)),
+        Runner(model, lambda pool: LaneAttention(pool, model.rope)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_all_layers_at_once_give_the_bits_of_one_by_one(dtype, shape, threads):
+    at_once, one_by_one = pair(random_model(dtype, **shape))
+    before = torch.get_num_threads()
+    try:
+        for starts, counts in (([0, 0, 0], [300, 1, 40]), ([300, 1, 40], [1, 1, 1]), ([301, 2, 41], [1, 30, 2])):
+            torch.set_num_threads(threads)
+            ours = at_once(starts, counts)
+            torch.set_num_threads(1)
+            assert torch.equal(ours, one_by_one(starts, counts))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_weights_that_change_in_place_or_move_are_seen():
+    model = random_model(torch.float32)
+    at_once, one_by_one = pair(model)
+    starts, counts = [0, 0, 0], [5, 1, 2]
+    first = at_once(starts, counts)
+    with torch.no_grad():
+        model.layers[0].qkv.mul_(1.5)
+    second = at_once(starts, counts)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, one_by_one(starts, counts))
+    model.layers[1].down.data = model.layers[1].down.data * 2
+    model.layers[1].o = torch.nn.Parameter(model.layers[1].o.detach() * 2)
+    third = at_once(starts, counts)
+    assert not torch.equal(second, third)
+    assert torch.equal(third, one_by_one(starts, counts))
