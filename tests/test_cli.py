@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 import longtail
+from longtail.api import named_after_tasks, to_job_file
 from longtail.cli import app
 from longtail.core.config import Jobs, Pipeline
 from longtail.core.errors import ConfigError
-from longtail.api import named_after_tasks, to_job_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = """\

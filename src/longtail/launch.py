@@ -12,6 +12,8 @@ from pathlib import Path
 from longtail.cluster.protocol import Cluster
 from longtail.core.errors import ConfigError
 from longtail.core.events import Note, RunEnded, RunStarted, Sink
+from longtail.engine.engine import compile_kernels, kernels_are_compiled
+from longtail.engine.model import DTYPES
 from longtail.observe.fanout import FanOut
 from longtail.observe.live import RunView
 from longtail.observe.lock import lock_run
@@ -78,7 +80,12 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
         rewards = RewardPool(processes=jobs.reward_processes, log_path=folder / "rewards.log")
         stack.callback(rewards.close)
         plans = _plans(checked, job_file, folder, rewards)
-        cluster = _start_cluster(checked, jobs.ray, tell=lambda text: sink.write(Note(level="info", message=text)))
+
+        def tell(text: str) -> None:
+            sink.write(Note(level="info", message=text))
+
+        _compile(checked, job_file, tell=tell)
+        cluster = _start_cluster(checked, jobs.ray, tell=tell)
         stack.callback(cluster.close)
         sink.write(_run_started(checked, job_file, cluster, resumed))
         for message in [*notes, *checked.warnings]:
@@ -96,6 +103,16 @@ def _finished_before(checked: CheckedJobs, job_file: JobFile, folder: Path) -> d
     found = {name: latest(folder / name) for name in checked.pipelines}
     over = all(f.path and f.step >= job_file.jobs.pipelines[name].steps for name, f in found.items())
     return {name: f.path for name, f in found.items()} if over else {}
+
+
+def _compile(checked: CheckedJobs, job_file: JobFile, *, tell: Callable[[str], None]) -> None:
+    """Compile CPU kernels before workers start, so that they do not all do it (on a cluster each node does)."""
+    if checked.device != "cpu":
+        return
+    for dtype in sorted({p.dtype for p in job_file.jobs.pipelines.values()}):
+        if not kernels_are_compiled(DTYPES[dtype]):
+            tell(f"compiling the {dtype} CPU kernels: about 20 s, once on this machine.")
+            compile_kernels(DTYPES[dtype])
 
 
 def _start_cluster(checked: CheckedJobs, address: str, *, tell: Callable[[str], None]) -> Cluster:

@@ -26,11 +26,10 @@ from longtail.core.types import SubStage
 from longtail.engine.checkpoint import load_model
 from longtail.engine.engine import Engine
 from longtail.engine.lanes import LanePool
+from longtail.engine.model import DTYPES
 from longtail.engine.tokenizer import Tokenizer
 from longtail.rl import checkpoint
 from longtail.rl.trainer import MicroStats, Trainer
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

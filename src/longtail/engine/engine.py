@@ -16,7 +16,7 @@ import torch
 
 from longtail.core.errors import CapacityError, ModelError, RequestError
 from longtail.core.types import Completion, FinishReason, Request, SamplingParams, SubStage
-from longtail.engine import attention, linear, program, sampling
+from longtail.engine import attention, jit, linear, program, sampling
 from longtail.engine.attention_torch import TorchLaneAttention
 from longtail.engine.lanes import LanePool
 from longtail.engine.model import Decoder
@@ -337,6 +337,12 @@ def compile_kernels(dtype: torch.dtype) -> None:
     if dtype in (torch.float32, torch.float64):
         for module in (linear, program, sampling):
             module.compiled(dtype)
+        jit.note_compiled(str(dtype))
+
+
+def kernels_are_compiled(dtype: torch.dtype) -> bool:
+    """Whether :func:`compile_kernels` has nothing to compile on this machine."""
+    return dtype not in (torch.float32, torch.float64) or jit.compiled_before(str(dtype))
 
 
 def check_params(params: SamplingParams, name: str, *, can_match_text: bool) -> None:

@@ -1,8 +1,8 @@
 """How Numba kernels are compiled: once per machine and source, without the GIL, with IEEE division.
 
-Compiled kernels are cached in ``NUMBA_CACHE_DIR``, or else ``$XDG_CACHE_HOME/longtail`` (``~/.cache/longtail``), or
-else the folder for temporary files. Numba notices changes of the file that a function is in, but not of the files that
-it takes functions from, so there is a folder for each version of all of them.
+Compiled kernels are cached in ``NUMBA_CACHE_DIR``, or else in Longtail's own cache (``models.cache_dir``). Numba
+notices changes of the file that a function is in, but not of the files that it takes functions from, so there is a
+folder for each version of all of them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numba
+
+from longtail.engine.models import cache_dir
 
 _SOURCES = ("attention", "jit", "lanes", "linear", "program", "sampling", "simd", "team")
 
@@ -26,16 +26,18 @@ def _cache_folder() -> Path:
     source = hashlib.blake2b(digest_size=8)
     for name in _SOURCES:
         source.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    fallback = os.path.join(tempfile.gettempdir(), f"longtail-{os.getuid()}")
-    for base in (numba.config.CACHE_DIR, os.path.join(home, "longtail"), fallback):
-        if base:
-            folder = Path(base) / f"kernels-{source.hexdigest()}"
-            with contextlib.suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=folder):
-                    return folder
-    raise OSError(f"no folder for compiled kernels can be written (tried {home} and {fallback}): set NUMBA_CACHE_DIR")
+    folder = Path(numba.config.CACHE_DIR or cache_dir()) / f"kernels-{source.hexdigest()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def compiled_before(name: str) -> bool:
+    """Whether :func:`note_compiled` was called with ``name`` on this machine, for these sources."""
+    return (_cache_folder() / f"{name}.done").exists()
+
+
+def note_compiled(name: str) -> None:
+    (_cache_folder() / f"{name}.done").touch()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from longtail.engine import linear as fused
 from longtail.engine.config import ModelConfig
 
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+"""The number types of a job file."""
+
 
 class Attend(Protocol):
     """Attention of one layer over a flat batch whose layout only the implementation knows.
