@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
 PROMPTS, GROUP, LR = 4, 8, 1e-6
+TRL_ROWS = PROMPTS * GROUP
+"""Samples that TRL computes at once: all, or a part with gradient accumulation."""
 DATA = common.ROOT / "examples" / "gsm8k_sample.jsonl"
 
 
@@ -60,7 +62,7 @@ def run_longtail_arm(model: str) -> None:
     common.answer_questions({}, answer)
 
 
-def run_trl_arm(model: str) -> None:
+def run_trl_arm(model: str, rows: int) -> None:
     import json
 
     import torch
@@ -90,8 +92,8 @@ def run_trl_arm(model: str) -> None:
         clock = Clock()
         config = trl.GRPOConfig(
             output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=PROMPTS * GROUP,
-            gradient_accumulation_steps=1,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=PROMPTS * GROUP // rows,
             num_generations=GROUP,
             max_completion_length=tokens,
             temperature=1.0,
@@ -128,9 +130,10 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=5, help="steps of each run; the first is not counted")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--trl-python", default=str(common.ROOT / ".venv-trl" / "bin" / "python"))
+    p.add_argument("--trl-rows", type=int, default=TRL_ROWS, help="samples that TRL computes at once")
     args = p.parse_args()
     if args.arm:
-        {"longtail": run_longtail_arm, "trl": run_trl_arm}[args.arm](args.model)
+        run_longtail_arm(args.model) if args.arm == "longtail" else run_trl_arm(args.model, args.trl_rows)
         return
     from longtail.engine.models import resolve_model
 
@@ -140,7 +143,8 @@ def main() -> None:
     arms = [common.Arm("longtail", [sys.executable, __file__, "--arm", "longtail", "--model", model])]
     if Path(args.trl_python).exists():
         env = {"OMP_NUM_THREADS": cores, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-        arms.append(common.Arm("trl", [args.trl_python, __file__, "--arm", "trl", "--model", model], env))
+        command = [args.trl_python, __file__, "--arm", "trl", "--model", model, "--trl-rows", str(args.trl_rows)]
+        arms.append(common.Arm("trl", command, env))
     else:
         print(f"no {args.trl_python}: the TRL arm is left out (see bench/README.md)", flush=True)
     measured: dict[str, dict[str, list[float]]] = {arm.name: {} for arm in arms}

@@ -26,7 +26,7 @@ from longtail.rl.reward_pool import RewardPool, RewardSpec
 from longtail.runtime.check import CheckedJobs
 from longtail.runtime.controller import Controller
 from longtail.runtime.jobfile import JobFile, dump_resolved, load_jobs
-from longtail.runtime.pipeline import PipelinePlan
+from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.resume import compare_for_resume
 
 CONFIG_FILE = "config.yaml"

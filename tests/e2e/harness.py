@@ -18,7 +18,7 @@ from longtail.engine.tokenizer import Tokenizer
 from longtail.rl.reward_pool import RewardPool, RewardSpec
 from longtail.rl.tasks import load_task
 from longtail.runtime.controller import Controller
-from longtail.runtime.pipeline import PipelinePlan
+from longtail.runtime.plan import PipelinePlan
 
 
 @dataclass

@@ -18,7 +18,7 @@ from longtail.core.events import (
     StepEnded,
 )
 from longtail.observe.live import RunView
-from longtail.observe.text import duration, lines, number, one_line, reward
+from longtail.observe.text import duration, lines, number, one_line, reward, short_path
 
 
 class PlainSink:
@@ -58,7 +58,7 @@ class PlainSink:
                     self._held[event.pipeline] = event
             case CheckpointSaved():
                 if self._due(event, "checkpoint"):
-                    self._print(event.t, f"{event.pipeline} step {event.step} saved: {event.path}")
+                    self._print(event.t, f"{event.pipeline} step {event.step} saved: {short_path(event.path)}")
             case MoveMade():
                 if self._due(event, "move"):
                     self._print(event.t, describe_move(event))

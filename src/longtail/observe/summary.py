@@ -16,7 +16,7 @@ from rich.text import Text
 
 from longtail.core.events import Event
 from longtail.observe.live import PipelineView, RunView
-from longtail.observe.text import about, duration, number, percent, reward
+from longtail.observe.text import about, duration, number, percent, reward, short_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def render(summary: RunSummary) -> RenderableType:
             f"{reward(p.reward_first)} → {reward(p.reward_last)}",
             duration(p.step_time_s),
             number(p.tokens_per_s),
-            Text(p.checkpoint or "-"),
+            Text(short_path(p.checkpoint) if p.checkpoint else "-"),
         )
     lines: list[RenderableType] = [table, _workers_line(summary)]
     for p in summary.pipelines:

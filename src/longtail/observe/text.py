@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 
@@ -85,3 +86,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(known), max(known)
     scale = (len(BARS) - 1) / (high - low) if high > low and math.isfinite(high - low) else 0.0
     return "".join(" " if m is None else BARS[round((m - low) * scale)] for m in means)
+
+
+def short_path(path: str) -> str:
+    """Relative to the working directory where that is shorter: ``runs/demo/a/step-000060``."""
+    inside = os.path.relpath(path) if os.path.isabs(path) else path
+    return path if inside.startswith("..") else inside

@@ -28,7 +28,8 @@ from longtail.core.errors import CapacityError, LongtailError, PeerLost
 from longtail.core.events import Event, Note, Sink, WorkerLost
 from longtail.rl.reward_pool import RewardPool
 from longtail.runtime.leases import LeaseBook
-from longtail.runtime.pipeline import PipelineDriver, PipelinePlan
+from longtail.runtime.pipeline import PipelineDriver
+from longtail.runtime.plan import PipelinePlan
 
 POLL_S = 0.5
 BROKEN_LEASE_GRACE_S = 15.0

@@ -10,15 +10,9 @@ ignored. A pipeline ends exactly once, as finished, failed or interrupted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from longtail.cluster.messages import (
     ClosePipeline,
@@ -38,7 +32,6 @@ from longtail.cluster.messages import (
     Update,
     Updated,
 )
-from longtail.core.config import Pipeline
 from longtail.core.errors import CheckpointError, RewardError
 from longtail.core.events import (
     CheckpointSaved,
@@ -54,31 +47,12 @@ from longtail.core.events import (
 from longtail.core.types import Lease, SamplingParams
 from longtail.rl.packing import plan_micro_batches, with_signal
 from longtail.rl.reward_pool import RewardPool
-from longtail.rl.tasks import Task, prompt_indices
+from longtail.rl.tasks import prompt_indices
 from longtail.rl.trainer import MicroStats, UpdateStats
+from longtail.runtime.metrics import StepClock, learning_metrics
+from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.saver import Saver
 from longtail.runtime.step import Group, StepBatch, totals
-
-
-class PromptEncoder(Protocol):
-    """What the driver needs of a tokenizer (``engine/tokenizer.py``)."""
-
-    end_token_ids: tuple[int, ...]
-
-    def encode_prompt(self, prompt: str | list[dict], *, chat: bool | None = None) -> np.ndarray: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
-    """Everything about a pipeline that is known before it starts; ``folder`` is where its checkpoints go."""
-
-    name: str
-    config: Pipeline
-    model_folder: Path
-    folder: Path
-    kv_blocks: int
-    task: Task
-    tokenizer: PromptEncoder
 
 
 class PipelineDriver:
@@ -112,7 +86,7 @@ class PipelineDriver:
         self._update_stats = UpdateStats(grad_norm=0.0, lr=0.0)
         self._has_signal = True
         self._iteration = 0
-        self._entered: dict[str, float] = {}
+        self._clock = StepClock()
         self._ending: str | None = None
 
     # -- life -------------------------------------------------------------------------------------------------
@@ -255,7 +229,7 @@ class PipelineDriver:
 
     def _begin_step(self) -> None:
         config = self.plan.config
-        self._entered = {}
+        self._clock.restart()
         self._train_stats = {}
         self._enter("rollout")
         task = self.plan.task
@@ -369,8 +343,7 @@ class PipelineDriver:
         if not self._has_signal:
             self._finish_step()  # not even the optimizer's momentum may move the weights
             return
-        if "update" not in self._entered:
-            self._enter("update")
+        self._enter("update")
         self._waiting_for = set(range(self.workers))
         self._ask_lease(self.name)
 
@@ -389,8 +362,8 @@ class PipelineDriver:
     def _finish_step(self) -> None:
         batch, config = self._batch, self.plan.config
         assert batch is not None
-        now = time.time()
-        metrics = batch.metrics() | self._learning_metrics() | self._times(now)
+        update = self._update_stats if self._has_signal else None
+        metrics = batch.metrics() | learning_metrics(self._train_stats, update) | self._clock.seconds()
         metrics["tokens_per_s"] = metrics["tokens"] / max(metrics["time_s"], 1e-9)
         self._emit(StepEnded(pipeline=self.name, step=self.step, metrics=metrics))
         self.step += 1
@@ -403,32 +376,6 @@ class PipelineDriver:
         if self.step % config.checkpoint.every == 0 and not self.saver.busy:
             self._begin_save()
         self._begin_step()
-
-    def _learning_metrics(self) -> dict[str, float]:
-        """Means over trained tokens from the sums that workers reported, and what the update reported."""
-        if not self._train_stats:
-            return {}
-        sums = MicroStats()
-        for worker in sorted(self._train_stats):  # in the same order every time: sums of floats depend on it
-            sums += self._train_stats[worker]
-        tokens = max(sums.tokens, 1)
-        metrics = {
-            "loss": sums.loss,
-            "kl": sums.kl / tokens,
-            "entropy": sums.entropy / tokens,
-            "clip_fraction": (sums.clipped_low + sums.clipped_high) / tokens,
-            "logprob_diff_mean": sums.gap_sum / tokens,
-            "logprob_diff_max": sums.gap_max,
-        }
-        if self._has_signal:
-            metrics |= {"grad_norm": self._update_stats.grad_norm, "lr": self._update_stats.lr}
-        return metrics
-
-    def _times(self, now: float) -> dict[str, float]:
-        stages = [*self._entered.items(), ("end", now)]
-        spent = {f"{name}_s": later - start for (name, start), (_, later) in pairwise(stages)}
-        defaults = dict.fromkeys(("rollout_s", "score_s", "train_s", "update_s"), 0.0)
-        return defaults | spent | {"time_s": now - self._entered["rollout"]}
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -508,7 +455,7 @@ class PipelineDriver:
 
     def _enter(self, stage: str) -> None:
         self.stage = stage
-        self._entered[stage] = time.time()
+        self._clock.enter(stage)
         self._emit(StageEntered(pipeline=self.name, step=self.step, stage=stage))
 
     def _send_all(self, command: Callable[[int], Command]) -> None:
