@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -38,7 +39,9 @@ def main() -> None:
     console.print(Text("...", style="dim"))
     console.print(render(summarise(events)))
     args.picture.parent.mkdir(exist_ok=True)
-    console.save_svg(str(args.picture), title="longtail")
+    picture = console.export_svg(title="longtail")
+    # No fonts from the network: the reader's own monospace font does.
+    args.picture.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))
 
 
 if __name__ == "__main__":
