@@ -73,9 +73,9 @@ def run_trl_arm(model: str, rows: int) -> None:
     import rewards
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
+    questions = [json.loads(line) for line in DATA.read_text().splitlines()]
     data = Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]} for r in rows]
+        [{"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]} for r in questions]
     )
 
     class Clock(transformers.TrainerCallback):
