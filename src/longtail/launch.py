@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.resume import compare_for_resume
 
 CONFIG_FILE = "config.yaml"
+SAME_SIGNAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -201,15 +203,19 @@ def _result(folder: Path, controller: Controller) -> RunResult:
 
 @contextlib.contextmanager
 def _interruptible(controller: Controller) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM, SIGHUP) lets pipelines save and end; the second ends the process at once."""
-    seen = 0
+    """The first Ctrl-C (or SIGTERM, SIGHUP) lets pipelines save and end; a later one ends the process at once.
+
+    Wrappers such as ``timeout`` signal the process and then its whole group: what comes within a second is one signal.
+    """
+    first: float | None = None
 
     def on_signal(number: int, frame: object) -> None:
-        nonlocal seen
-        seen += 1
-        if seen > 1:
+        nonlocal first
+        if first is None:
+            first = time.monotonic()
+            controller.interrupt()
+        elif time.monotonic() - first > SAME_SIGNAL_S:
             os._exit(130)
-        controller.interrupt()
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:

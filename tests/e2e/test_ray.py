@@ -176,6 +176,7 @@ def test_a_signal_saves_and_ends_and_meanwhile_a_second_start_is_refused(tmp_pat
     assert str(first.process.pid) in output
     processes = first.descendants()
     first.process.send_signal(signal.SIGTERM)
+    first.process.send_signal(signal.SIGINT)  # as `timeout` and some schedulers do: the same wish, said twice
     code, output = first.end()
     assert code == 130, output
     assert_all_gone(processes)

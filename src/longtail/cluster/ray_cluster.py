@@ -34,6 +34,7 @@ START_TIMEOUT_S = 300.0
 PEER_TIMEOUT_S = 1800.0
 """A dead peer is noticed at once (gloo); a live one may be in a long save or load of another pipeline."""
 WAIT_NOTE_S = 15.0
+ANSWER_S = 10.0
 
 
 @ray.remote(concurrency_groups={"control": 1, "drain": 1}, max_restarts=0)
@@ -269,6 +270,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 def _start_ray(address: str, *, cpus: int) -> None:
     """Join or start Ray under a namespace that no other run shares. Raises ``CapacityError`` when it cannot."""
+    _require_answer(address)
     namespace = f"longtail-{uuid.uuid4().hex[:12]}"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     common = {"namespace": namespace, "log_to_driver": False, "configure_logging": True, "logging_level": logging.ERROR}
@@ -285,6 +287,20 @@ def _start_ray(address: str, *, cpus: int) -> None:
             ray.init(address=address, **common)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise CapacityError(f"Ray at {address!r} cannot be used: {error}") from error
+
+
+def _require_answer(address: str) -> None:
+    """Ray itself would try for minutes. Raises ``CapacityError`` if ``address`` is host:port and nothing is there."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise CapacityError(
+            f"ray = {address!r}: nothing answers there ({error}); start Ray there with `ray start --head`, or correct the"
+            " address."
+        ) from error
 
 
 def _object_store_bytes() -> int:
