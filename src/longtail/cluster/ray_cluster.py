@@ -298,8 +298,8 @@ def _require_answer(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except OSError as error:
         raise CapacityError(
-            f"ray = {address!r}: nothing answers there ({error}); start Ray there with `ray start --head`, or correct the"
-            " address."
+            f"ray = {address!r}: nothing answers there ({error});"
+            " start Ray there with `ray start --head`, or correct the address."
         ) from error
 
 
