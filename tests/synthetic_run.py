@@ -115,6 +115,7 @@ def step_metrics(reward: float) -> dict[str, float]:
         "tokens": TOKENS, "length_mean": TOKENS / SAMPLES, "length_max": 40, "truncated_fraction": 0.0,
         "flat_group_fraction": 0.25, "time_s": STEP_S, "rollout_s": STEP_S / 2, "score_s": 0.0, "train_s": STEP_S / 2,
         "update_s": 0.1, "tokens_per_s": TOKENS / STEP_S, "preemptions": 0,
+        "rollout_idle_s": 0.1, "rollout_predicted_s": 0.9 * STEP_S / 2, "length_tau": 0.4,
     }  # fmt: skip
 
 

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from longtail.api import run
     from longtail.core.config import Jobs, Pipeline
     from longtail.launch import RunResult
+    from longtail.lengths.ranker import Ranker
 
 __version__ = "0.1.0"
-__all__ = ["Jobs", "Pipeline", "RunResult", "__version__", "run"]
+__all__ = ["Jobs", "Pipeline", "Ranker", "RunResult", "__version__", "run"]
 
 _HOMES = {
     "Jobs": "longtail.core.config",
     "Pipeline": "longtail.core.config",
+    "Ranker": "longtail.lengths.ranker",
     "RunResult": "longtail.launch",
     "run": "longtail.api",
 }

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from longtail import __version__
+from longtail.cli_common import FAILED, INTERRUPTED, fail, print_error, stderr, stdout
+from longtail.cli_rank import app as rank_app
 
 if TYPE_CHECKING:
     from longtail.runtime.check import CheckedJobs
     from longtail.runtime.jobfile import JobFile
-
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,8 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-stdout = Console(highlight=False, soft_wrap=True)
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+app.add_typer(rank_app, name="rank")
 
 
 def _print_version(wanted: bool) -> None:
@@ -94,7 +91,7 @@ def run(
     try:
         code = _run(job_file, check=check, workers=workers, name=name, fresh=fresh)
     except LongtailError as error:
-        _fail(error)
+        fail(error)
     except KeyboardInterrupt:
         stderr.print("interrupted", style="red")
         raise typer.Exit(INTERRUPTED) from None
@@ -139,7 +136,7 @@ def _run(path: Path, *, check: bool, workers: int | None, name: str | None, fres
     result = run_jobs(checked, job_file, fresh=fresh)
     stdout.print(render(result.summary()))
     for error in result.errors.values():
-        _print_error(error)
+        print_error(error)
     return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[result.reason]
 
 
@@ -149,15 +146,3 @@ def _print_checked(checked: CheckedJobs, job_file: JobFile) -> None:
     for line in checked.describe():
         stdout.print(line)
     stdout.print(Text(f"{job_file.path}: ready to run as {job_file.run_name}", style="green"))
-
-
-def _fail(error: Exception) -> NoReturn:
-    if os.environ.get("LONGTAIL_DEBUG") == "1":
-        raise error
-    _print_error(str(error))
-    raise typer.Exit(BAD_INPUT)
-
-
-def _print_error(message: str) -> None:
-    for line in message.splitlines():
-        stderr.print(Text(line, style="red"))

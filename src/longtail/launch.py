@@ -27,6 +27,7 @@ from longtail.rl.reward_pool import RewardPool, RewardSpec
 from longtail.runtime.check import CheckedJobs
 from longtail.runtime.controller import Controller
 from longtail.runtime.jobfile import JobFile, dump_resolved, load_jobs
+from longtail.runtime.memory import BLOCK_TOKENS
 from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.resume import compare_for_resume
 
@@ -162,6 +163,8 @@ def _plans(checked: CheckedJobs, job_file: JobFile, folder: Path, rewards: Rewar
                 kv_blocks=found.kv_blocks,
                 task=found.task,
                 tokenizer=found.tokenizer,
+                kv_tokens=found.kv_blocks // found.model.kv_heads * BLOCK_TOKENS,
+                ranker=found.ranker,
             )
         )
     return plans

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from longtail.core.events import (
     Event,
+    MoveMade,
     Note,
     PipelineEnded,
     PipelineStarted,
@@ -289,3 +290,16 @@ def test_the_view_of_an_event_stream_is_drawn_at_any_point():
     for event in step_events(START, "p", 1, reward=math.nan, workers=1):
         view.apply(event)
         screen(view, 80)
+
+
+def test_a_move_that_every_step_makes_takes_no_line_of_a_display():
+    start, *_ = one_pipeline(1, step_s=1.0)
+    moves = [
+        MoveMade(t=START + 5.0 * i, pipeline="p", step=i, move=move, workers=[0], reason="because")
+        for i, move in enumerate(("order", "merge", "order"))
+    ]
+    lines = plain([start, *moves])
+    assert [line for line in lines if "because" in line] == [line for line in lines if "merge p on w0" in line]
+    shown = [line for line in screen(RunView.of([start, *moves]), 80) if "because" in line]
+    assert len(shown) == 1
+    assert "merge" in shown[0]

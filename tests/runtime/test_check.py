@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from longtail.core.errors import ConfigError, DataError
+from longtail.core.errors import ConfigError, DataError, RankerError
 from longtail.runtime.check import CheckedJobs, check_jobs
 from longtail.runtime.jobfile import load_jobs
 from longtail.runtime.machine import GIB, Gpu, Machine
@@ -347,3 +347,29 @@ def test_the_kv_cache_shrinks_before_a_pipeline_is_refused(folder):
     assert roomy.memory.kv_least <= tight.memory.kv < roomy.memory.kv
     assert tight.kv_blocks == tight.memory.kv // block_bytes(config, rollout)
     assert "sequences may be preempted and recomputed: slower, same tokens" in checked.warnings[0]
+
+
+def test_an_order_that_cannot_be_is_told_at_its_line(folder):
+    assert problems(folder, one("rollout: {max_tokens: 8, order: oracle}")) == [
+        "jobs/jobs.yaml:5: pipelines.p.rollout.order = 'oracle': the true lengths are known only in fixed-length mode; "
+        "name the column of the task's data that holds them in forced_lengths, or use ranked."
+    ]
+    (found,) = problems(folder, one("rollout: {max_tokens: 8, order: oracle, forced_lengths: tokens}"))
+    assert found.startswith("jobs/jobs.yaml:5: pipelines.p.rollout.forced_lengths = 'tokens': the task's data have no")
+    (found,) = problems(folder, one("rollout: {max_tokens: 8, ranker: nowhere}"))
+    assert found.startswith("jobs/jobs.yaml:5: pipelines.p.rollout.ranker = 'nowhere': ")
+    (warning,) = check(folder, one("rollout: {max_tokens: 8, order: fifo, ranker: mine}")).warnings
+    assert warning == "jobs/jobs.yaml:5: pipelines.p.rollout.ranker = 'mine': it is not used with order = 'fifo'."
+
+
+def test_a_built_in_ranker_that_is_damaged_is_only_a_warning(folder, monkeypatch):
+    def damaged(path=None):
+        raise RankerError("ranker.json is damaged")
+
+    monkeypatch.setattr("longtail.lengths.ranker.Ranker.load", damaged)
+    checked = check(folder, one())
+    assert checked.pipelines["p"].ranker is None
+    assert checked.warnings == (
+        "jobs/jobs.yaml:4: pipelines.p.rollout.order: the built-in ranker cannot be used, so only earlier steps tell "
+        "how long answers are: ranker.json is damaged.",
+    )

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from longtail.core.config import Algorithm, Pipeline, Rollout
 from longtail.core.errors import CapacityError
 from longtail.core.types import SamplingParams
+from longtail.costs.decode import UNMEASURED
 from longtail.engine.config import ModelConfig
 from longtail.engine.lanes import LanePool
+from longtail.planner.order import Work, fifo, place
 from longtail.rl.tasks import Example
 from longtail.runtime.memory import (
     BLOCK_TOKENS,
@@ -25,6 +27,7 @@ from longtail.runtime.memory import (
     blocks_wanted,
     footprint,
 )  # fmt: skip
+from longtail.runtime.step import StepBatch
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=50, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate_size=128,
@@ -72,15 +75,17 @@ def test_a_kl_penalty_keeps_a_second_model():
 )
 def test_with_the_blocks_wanted_no_worker_ever_runs_out(prompts, group, workers, prompt, answer):
     """Fill real lane tables as a step does at its fullest: every sample of every request at its last position."""
-
-    from longtail.runtime.step import StepBatch
-
     p = pipeline(prompts=prompts, group=group, max_tokens=answer)
     batch = StepBatch.of(0, [Example("x")] * prompts, [np.zeros(prompt, np.int32)] * prompts, group)
     wanted = blocks_wanted(CONFIG, p, Shape(prompt, workers))
-    for requests in batch.requests(p, SamplingParams(max_tokens=answer), workers):
+    requests = batch.requests(p, SamplingParams(max_tokens=answer), workers)
+    samples = np.array([r.samples for r in requests])
+    lengths = np.random.default_rng(0).integers(1, answer + 1, samples.sum())
+    work = Work.known(samples, np.full(len(requests), prompt), lengths)
+    balanced = place(work, costs=[UNMEASURED] * workers, slots=p.rollout.max_running)
+    for queue in (*fifo(len(requests), workers).queues, *balanced.queues):
         pool = LanePool(CONFIG, blocks=wanted, block_tokens=BLOCK_TOKENS)
-        for request in requests:
+        for request in [requests[r] for r in queue]:
             source = pool.open()
             pool.grow(source, prompt)
             rows = [pool.fork(source, prompt) for _ in range(request.samples - 1)] + [source]

@@ -31,16 +31,29 @@ class SpanRecorder:
         self._open: dict[tuple[str, SubStage, int], _Open] = {}
 
     def add(
-        self, pipeline: str, substage: SubStage, step: int, *, start: float, end: float, tokens: int, batch: int
+        self,
+        pipeline: str,
+        substage: SubStage,
+        step: int,
+        *,
+        start: float,
+        end: float,
+        tokens: int,
+        batch: int,
+        quanta: int = 1,
+        busy_s: float | None = None,
     ) -> None:
-        """One quantum of ``batch`` sequences that computed ``tokens`` tokens between two Unix times."""
+        """``quanta`` of ``batch`` sequences each that computed ``tokens`` tokens between two Unix times.
+
+        ``busy_s`` is what they took, if others had a part of that time.
+        """
         key = (pipeline, substage, step)
         span = self._open.setdefault(key, _Open(start, end))
         span.end = end
-        span.busy_s += end - start
-        span.quanta += 1
+        span.busy_s += end - start if busy_s is None else busy_s
+        span.quanta += quanta
         span.tokens += tokens
-        span.sequences += batch
+        span.sequences += quanta * batch
 
     def take(self, now: float, *, everything: bool = False) -> list[Span]:
         """Remove and return the spans that are complete at ``now``."""

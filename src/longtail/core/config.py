@@ -93,6 +93,15 @@ class Rollout(Section):
     """Wrap prompts in the tokenizer's chat template, or not; auto does where the tokenizer has one."""
     long_prompts: Literal["error", "skip"] = "error"
     """What to do with prompts that leave no room for max_tokens in the model's context (or KV memory)."""
+    order: Literal["fifo", "ranked", "oracle"] = "ranked"
+    """Which worker gets which prompts, and in which order: fifo deals them out as they come; ranked predicts lengths
+    from the prompt's text and from earlier responses, and places them for the earliest end; oracle does so with the
+    true lengths, which only forced_lengths gives. Tokens and rewards are the same under all three."""
+    ranker: str | None = Field(default=None, min_length=1)
+    """Folder of a ranker made by `longtail rank train` (relative to the job file); by default the built-in one."""
+    forced_lengths: str | None = Field(default=None, min_length=1)
+    """Fixed-length mode, for benchmarks: a column of the task's data that holds a list of lengths in tokens. In the
+    e-th epoch (from 0) sample s takes entry e x group_size + s, starting over at the end of the list."""
     max_running: int = Field(default=256, ge=1, le=65536, json_schema_extra=unit("sequences"))
     """Most sequences that one worker decodes together."""
     chunk_tokens: int = Field(default=512, ge=16, le=1_000_000, json_schema_extra=unit("tokens"))

@@ -17,6 +17,14 @@ class DataError(LongtailError):
     """A task's data cannot be used; names the file and the row."""
 
 
+class RankerError(LongtailError):
+    """A ranker cannot be loaded, trained or used; names the folder or the data."""
+
+
+class ServerError(LongtailError):
+    """Another server cannot be used; names its URL and what it said."""
+
+
 class RequestError(LongtailError):
     """A generation request that no engine could serve; names the request and the field."""
 

@@ -36,6 +36,8 @@ from longtail.core.events import (
 WINDOW_S = 10.0
 """Utilisation and tokens/s are means over this many seconds."""
 STEP_STAGES = ("rollout", "score", "train", "update")
+ROUTINE_MOVES = {"order"}
+"""Moves that every step of a pipeline has: they are in the log, and not worth a line of a display."""
 QUIET_S = 3.0
 """A worker that has reported nothing for longer than this is idle, not merely between two reports."""
 
@@ -167,6 +169,7 @@ class RunView:
         self.workers: dict[int, WorkerView] = {}
         self.notes: deque[Note] = deque(maxlen=50)
         self.moves: deque[MoveMade] = deque(maxlen=50)
+        """The last ones that are not routine."""
         self.reason: str | None = None
         """Why the run ended; None while it runs (or if it was killed)."""
         self.starts = 0
@@ -231,7 +234,8 @@ class RunView:
             case StepEnded():
                 return self._step(event)
             case MoveMade():
-                self.moves.append(event)
+                if event.move not in ROUTINE_MOVES:
+                    self.moves.append(event)
             case CheckpointSaved():
                 self._pipeline(event.pipeline).checkpoints.append((event.step, event.path))
             case Note():

@@ -17,7 +17,7 @@ from longtail.core.events import (
     RunStarted,
     StepEnded,
 )
-from longtail.observe.live import RunView
+from longtail.observe.live import ROUTINE_MOVES, RunView
 from longtail.observe.text import duration, lines, number, one_line, reward, short_path
 
 
@@ -60,7 +60,7 @@ class PlainSink:
                 if self._due(event, "checkpoint"):
                     self._print(event.t, f"{event.pipeline} step {event.step} saved: {short_path(event.path)}")
             case MoveMade():
-                if self._due(event, "move"):
+                if event.move not in ROUTINE_MOVES and self._due(event, "move"):
                     self._print(event.t, describe_move(event))
             case PipelineEnded():
                 if held := self._held.get(event.pipeline):

@@ -14,8 +14,10 @@ from longtail.engine.models import resolve_model
 from longtail.engine.tokenizer import Tokenizer
 from longtail.rl.rewards import check_columns, load_reward
 from longtail.rl.tasks import Task, load_task
+from longtail.runtime.check_order import check_forced_lengths, load_ranker, why_not_oracle
 from longtail.runtime.jobfile import JobFile
 from longtail.runtime.memory import BLOCK_TOKENS, GIB, Footprint, Shape, block_bytes, footprint
+from longtail.runtime.plan import Ranks
 from longtail.runtime.prompts import Encode, KeptRows, ShortPrompts, describe_long, prompt_lengths
 
 RUN_FILES = {"config.yaml", "events.jsonl", "rewards.log", "run.lock", "tensorboard"}
@@ -37,6 +39,7 @@ class CheckedPipeline:
     longest_prompt: int
     memory: Footprint
     kv_blocks: int = 0
+    ranker: Ranks | None = None
 
 
 @dataclass
@@ -73,6 +76,18 @@ def check_pipeline(findings: Findings, name: str, workers: int) -> CheckedPipeli
     return _PipelineCheck(findings, name).run(workers)
 
 
+def check_prompts(findings: Findings, name: str) -> tuple[Task, Tokenizer] | None:
+    """Only the task of a pipeline, without the prompts that it skips for their length, and its tokenizer; None if
+    there are problems. User code (rewards) is not loaded."""
+    check = _PipelineCheck(findings, name)
+    model, task = check._model(), check._task()
+    if model is None or task is None:
+        return None
+    _, config, tokenizer = model
+    fitting = check._prompts(config, partial(tokenizer.encode_prompt, chat=check.pipeline.rollout.chat), task)
+    return (fitting[0], tokenizer) if fitting else None
+
+
 class _PipelineCheck:
     def __init__(self, findings: Findings, name: str) -> None:
         self.findings, self.name, self.at = findings, name, ("pipelines", name)
@@ -86,6 +101,7 @@ class _PipelineCheck:
         self._warn_of_sampling()
         model, task = self._model(), self._task()
         self._rewards(task)
+        ranker = self._order(task)
         if model is None or task is None or len(self.findings.problems) > before:
             return None
         folder, config, tokenizer = model
@@ -96,7 +112,7 @@ class _PipelineCheck:
         task, longest = fitting
         parameters = count_parameters(config)
         memory = footprint(config, parameters, self.pipeline, Shape(longest, workers))
-        return CheckedPipeline(folder, config, parameters, tokenizer, task, longest, memory)
+        return CheckedPipeline(folder, config, parameters, tokenizer, task, longest, memory, ranker=ranker)
 
     def _warn_of_sampling(self) -> None:
         rollout = self.pipeline.rollout
@@ -148,6 +164,28 @@ class _PipelineCheck:
         if task is not None and task.score is None and not self.pipeline.rewards:
             text = "the task has no reward of its own; name a function with the key 'reward', as module:function"
             self._problem(text, "task", value=self.pipeline.task)
+
+    def _order(self, task: Task | None) -> Ranks | None:
+        """The ranker, if there is to be one."""
+        rollout = self.pipeline.rollout
+        if text := why_not_oracle(rollout):
+            self._problem(text, "rollout", "order", value=rollout.order)
+        try:
+            if task is not None and rollout.forced_lengths is not None:
+                check_forced_lengths(task, rollout.forced_lengths, rollout.max_tokens)
+        except DataError as error:
+            self._problem(error, "rollout", "forced_lengths", value=rollout.forced_lengths)
+        if rollout.ranker is not None and rollout.order != "ranked":
+            self._warn(f"it is not used with order = {rollout.order!r}", "rollout", "ranker", value=rollout.ranker)
+        try:
+            return load_ranker(rollout, base=self.base)
+        except LongtailError as error:
+            if rollout.ranker is None:  # lengths are learnt all the same
+                text = f"the built-in ranker cannot be used, so only earlier steps tell how long answers are: {error}"
+                self._warn(text, "rollout", "order")
+            else:
+                self._problem(error, "rollout", "ranker", value=rollout.ranker)
+            return None
 
     def _prompts(self, config: ModelConfig, encode: Encode, task: Task) -> tuple[Task, int] | None:
         """The task without the prompts that are skipped, and the tokens of the longest one left."""

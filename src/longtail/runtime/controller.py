@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from longtail.cluster.messages import (
@@ -24,12 +25,12 @@ from longtail.cluster.messages import (
     Updated,
 )
 from longtail.cluster.protocol import Cluster
+from longtail.core.clock import Clock
 from longtail.core.errors import CapacityError, LongtailError, PeerLost
-from longtail.core.events import Event, Note, Sink, WorkerLost
-from longtail.rl.reward_pool import RewardPool
+from longtail.core.events import Event, Note, Sink, Span, WorkerLost
 from longtail.runtime.leases import LeaseBook
 from longtail.runtime.pipeline import PipelineDriver
-from longtail.runtime.plan import PipelinePlan
+from longtail.runtime.plan import PipelinePlan, Rewards
 
 POLL_S = 0.5
 BROKEN_LEASE_GRACE_S = 15.0
@@ -40,11 +41,20 @@ STOP_S = 5.0
 class Controller:
     """Runs pipelines on a cluster until each has finished, failed or been interrupted.
 
-    ``interrupt()`` may be called from a signal handler: the loop then lets every pipeline save and end.
+    ``interrupt()`` may be called from a signal handler: the loop then lets every pipeline save and end. ``clock`` is
+    the cluster's time: the machine's, or a simulated one.
     """
 
-    def __init__(self, cluster: Cluster, plans: Sequence[PipelinePlan], *, rewards: RewardPool, sink: Sink) -> None:
-        self._cluster, self._sink = cluster, sink
+    def __init__(
+        self,
+        cluster: Cluster,
+        plans: Sequence[PipelinePlan],
+        *,
+        rewards: Rewards,
+        sink: Sink,
+        clock: Clock = time,
+    ) -> None:
+        self._cluster, self._sink, self._clock = cluster, sink, clock
         self._leases = LeaseBook()
         self._generation = 0
         self._broken_since: float | None = None
@@ -61,6 +71,7 @@ class Controller:
                 emit=self._emit,
                 ask_lease=lambda name: self._leases.ask(name, everyone),
                 wake=cluster.wake,
+                clock=clock,
             )
             for plan in plans
         }
@@ -84,7 +95,7 @@ class Controller:
             self._handle(report)
         if lost:
             self._replace(lost)
-        elif self._broken_since is not None and time.monotonic() - self._broken_since > BROKEN_LEASE_GRACE_S:
+        elif self._broken_since is not None and self._clock.monotonic() - self._broken_since > BROKEN_LEASE_GRACE_S:
             self._recover("a collective operation failed")
         for driver in self._live():
             if self._interrupted:
@@ -104,10 +115,12 @@ class Controller:
         match report:
             case Happened():
                 for event in report.events:
-                    self._emit(event)
+                    self._sink.write(event)
+                    if isinstance(event, Span) and event.pipeline in self.drivers:
+                        self.drivers[event.pipeline].order.observe(event)
             case LeaseBroken():
                 if report.attempt == self.drivers[report.pipeline].attempt:  # else an earlier recovery has seen to it
-                    self._broken_since = self._broken_since or time.monotonic()
+                    self._broken_since = self._broken_since or self._clock.monotonic()
             case PipelineReport():
                 if isinstance(report, Updated | PipelineFailed):
                     self._leases.member_done(report.pipeline, report.worker)
@@ -171,8 +184,8 @@ class Controller:
         waiting = set(range(self._cluster.workers))
         for worker in waiting:
             self._cluster.send(worker, [Stop()])
-        deadline = time.monotonic() + STOP_S
-        while waiting and time.monotonic() < deadline:
+        deadline = self._clock.monotonic() + STOP_S
+        while waiting and self._clock.monotonic() < deadline:
             for report in self._cluster.poll(POLL_S):
                 if isinstance(report, Happened):
                     self._handle(report)
@@ -180,4 +193,5 @@ class Controller:
                     waiting.discard(report.worker)
 
     def _emit(self, event: Event) -> None:
-        self._sink.write(event)
+        """An event of the controller's own, which is stamped with the cluster's time."""
+        self._sink.write(event if self._clock is time else replace(event, t=self._clock.time()))

@@ -25,7 +25,12 @@ from longtail.runtime.explain import dotted, explain, get, locate
 from longtail.runtime.yamlfile import FLOAT, NONFINITE, Document, Path_, Problem
 
 MAX_BYTES = 1 << 20
-EXPANDED = {("runs_dir",), ("pipelines", schema.ANY, "model"), ("pipelines", schema.ANY, "task")}
+EXPANDED = {
+    ("runs_dir",),
+    ("pipelines", schema.ANY, "model"),
+    ("pipelines", schema.ANY, "task"),
+    ("pipelines", schema.ANY, "rollout", "ranker"),
+}
 """Keys in which ``~`` and ``$VARIABLE`` are replaced."""
 
 

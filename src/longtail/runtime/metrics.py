@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from itertools import pairwise
 
+from longtail.core.clock import Clock
 from longtail.rl.trainer import MicroStats, UpdateStats
 
 
@@ -33,18 +33,19 @@ def learning_metrics(by_worker: Mapping[int, MicroStats], update: UpdateStats | 
 class StepClock:
     """When each stage of the current step was entered first."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._entered: dict[str, float] = {}
 
     def enter(self, stage: str) -> None:
-        self._entered.setdefault(stage, time.time())
+        self._entered.setdefault(stage, self._clock.time())
 
     def restart(self) -> None:
         self._entered = {}
 
     def seconds(self) -> dict[str, float]:
         """``rollout_s``, ``score_s``, ``train_s``, ``update_s`` (0 for a stage that was left out) and ``time_s``."""
-        now = time.time()
+        now = self._clock.time()
         times = dict.fromkeys(("rollout_s", "score_s", "train_s", "update_s"), 0.0)
         for (stage, start), (_, end) in pairwise([*self._entered.items(), ("end", now)]):
             times[f"{stage}_s"] = end - start

@@ -10,6 +10,7 @@ ignored. A pipeline ends exactly once, as finished, failed or interrupted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -32,6 +33,7 @@ from longtail.cluster.messages import (
     Update,
     Updated,
 )
+from longtail.core.clock import Clock
 from longtail.core.errors import CheckpointError, RewardError
 from longtail.core.events import (
     CheckpointSaved,
@@ -44,21 +46,21 @@ from longtail.core.events import (
     StageEntered,
     StepEnded,
 )
-from longtail.core.types import Lease, SamplingParams
+from longtail.core.types import Lease, Request
 from longtail.rl.packing import plan_micro_batches, with_signal
-from longtail.rl.reward_pool import RewardPool
-from longtail.rl.tasks import prompt_indices
 from longtail.rl.trainer import MicroStats, UpdateStats
 from longtail.runtime.metrics import StepClock, learning_metrics
-from longtail.runtime.plan import PipelinePlan
+from longtail.runtime.order import StepOrder
+from longtail.runtime.plan import PipelinePlan, Rewards
 from longtail.runtime.saver import Saver
-from longtail.runtime.step import Group, StepBatch, totals
+from longtail.runtime.step import Group, StepBatch, StepSource, totals
 
 
 class PipelineDriver:
     """Drives one pipeline over ``workers`` workers.
 
-    ``send(worker, command)``, ``emit(event)``, ``ask_lease(name)`` and ``wake()`` are the controller's.
+    ``send(worker, command)``, ``emit(event)``, ``ask_lease(name)`` and ``wake()`` are the controller's, who also tells
+    ``order`` of the spans of this pipeline's work.
     """
 
     def __init__(
@@ -66,19 +68,23 @@ class PipelineDriver:
         plan: PipelinePlan,
         *,
         workers: int,
-        rewards: RewardPool,
+        rewards: Rewards,
         send: Callable[[int, Command], None],
         emit: Callable[[Event], None],
         ask_lease: Callable[[str], None],
         wake: Callable[[], None],
+        clock: Clock = time,
     ) -> None:
         self.plan, self.workers = plan, workers
         self.stage = "new"
         self.step = 0
         self.attempt = self._opened_as = 0
         self.error: str | None = None
-        self.saver = Saver(plan.folder, workers=workers, keep=plan.config.checkpoint.keep)
+        self.saver = Saver(plan.folder, workers=workers, keep=plan.config.checkpoint.keep, clock=clock)
         self._rewards, self._send, self._emit, self._ask_lease, self._wake = rewards, send, emit, ask_lease, wake
+        self._source = StepSource(plan)
+        self.order = StepOrder(plan, workers=workers, emit=emit)
+        self._order_saved: dict[str, Any] = {}
         self._batch: StepBatch | None = None
         self._futures: dict[Future, Group] = {}
         self._waiting_for: set[int] = set()
@@ -86,7 +92,7 @@ class PipelineDriver:
         self._update_stats = UpdateStats(grad_norm=0.0, lr=0.0)
         self._has_signal = True
         self._iteration = 0
-        self._clock = StepClock()
+        self._time, self._clock = clock, StepClock(clock)
         self._ending: str | None = None
 
     # -- life -------------------------------------------------------------------------------------------------
@@ -114,6 +120,7 @@ class PipelineDriver:
         self._opened_as = self.attempt
         self._abandon_work()
         self.step = found.step
+        self.order.load_state_dict(found.state.get("order"))
         if self._ending == "finished":  # the last checkpoint was not to be; its steps are made again
             self._ending = None
         if found.path or reason:
@@ -165,6 +172,7 @@ class PipelineDriver:
             future.cancel()
         self._futures.clear()
         self._waiting_for.clear()
+        self.order.abandon()
         self._batch = None
         self._iteration = 0
 
@@ -228,32 +236,23 @@ class PipelineDriver:
     # -- rollout and score ------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        config = self.plan.config
         self._clock.restart()
         self._train_stats = {}
         self._enter("rollout")
-        task = self.plan.task
-        indices = prompt_indices(task, step=self.step, prompts=config.rollout.prompts, seed=config.seed)
-        examples = [task.example(index) for index in indices]
-        prompts = [self.plan.tokenizer.encode_prompt(e.prompt, chat=config.rollout.chat) for e in examples]
-        self._batch = StepBatch.of(self.step, examples, prompts, config.algorithm.group_size)
-        params = SamplingParams(
-            max_tokens=config.rollout.max_tokens,
-            temperature=config.rollout.temperature,
-            top_k=config.rollout.top_k,
-            top_p=config.rollout.top_p,
-            end_token_ids=self.plan.tokenizer.end_token_ids,
-            stop=tuple(config.rollout.stop),
-        )
-        for worker, requests in enumerate(self._batch.requests(config, params, self.workers)):
-            if requests:
-                self._send(
-                    worker,
-                    Generate(pipeline=self.name, attempt=self.attempt, step=self.step, requests=tuple(requests)),
-                )
+        self._batch = self._source.batch(self.step)
+        requests = self._batch.requests(self.plan.config, self._source.params, self.workers)
+        for worker, first in enumerate(self.order.begin(self._batch, requests, now=self._time.time())):
+            self._generate(worker, first)
+        if self.order.ranks and self.step + 1 < self.plan.config.steps:
+            self.order.look_ahead(self._source.upcoming(self.step + 1))
+
+    def _generate(self, worker: int, requests: list[Request]) -> None:
+        if requests:
+            command = Generate(pipeline=self.name, attempt=self.attempt, step=self.step, requests=tuple(requests))
+            self._send(worker, command)
 
     def _sampled(self, report: Sampled) -> None:
-        batch = self._batch
+        batch, now = self._batch, self._time.time()
         assert batch is not None
         for completion, started in zip(report.completions, report.started, strict=True):
             j, sample = batch.end(completion)
@@ -273,6 +272,7 @@ class PipelineDriver:
                     end=report.ended,
                 )
             )
+            self._generate(report.worker, self.order.ended(report.worker, now=now))
             if group.ended:
                 self._score(group)
         if batch.ended:
@@ -363,7 +363,8 @@ class PipelineDriver:
         batch, config = self._batch, self.plan.config
         assert batch is not None
         update = self._update_stats if self._has_signal else None
-        metrics = batch.metrics() | learning_metrics(self._train_stats, update) | self._clock.seconds()
+        metrics = batch.metrics() | self.order.finish(batch)
+        metrics |= learning_metrics(self._train_stats, update) | self._clock.seconds()
         metrics["tokens_per_s"] = metrics["tokens"] / max(metrics["time_s"], 1e-9)
         self._emit(StepEnded(pipeline=self.name, step=self.step, metrics=metrics))
         self.step += 1
@@ -401,6 +402,7 @@ class PipelineDriver:
             return
         if self._ending:
             self._enter("checkpoint")
+        self._order_saved = self.order.state_dict()  # now: other steps may be over when the checkpoint is published
         command = Save(
             pipeline=self.name,
             attempt=self.attempt,
@@ -442,6 +444,7 @@ class PipelineDriver:
             "next_prompt": step * config.rollout.prompts,
             "workers": self.workers,
             "config": config.model_dump(mode="json"),
+            "order": self._order_saved,
         }
 
     def _could_not_save(self, error: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,9 +22,34 @@ class PromptEncoder(Protocol):
     def encode_prompt(self, prompt: str | list[dict], *, chat: bool | None = None) -> np.ndarray: ...
 
 
+class Ranks(Protocol):
+    """What the driver needs of a ranker (``lengths/ranker.py``)."""
+
+    def quantile(self, prompts: Sequence[str]) -> np.ndarray:
+        """Where each prompt's length lies among those of other prompts: float [n] in [0, 1]."""
+        ...
+
+
+class Rewards(Protocol):
+    """What the driver needs of the reward pool (``rl/reward_pool.py``)."""
+
+    def submit(
+        self,
+        pipeline: str,
+        *,
+        step: int,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: dict[str, list[Any]],
+    ) -> Future[list[float | None]]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Everything about a pipeline that is known before it starts; ``folder`` is where its checkpoints go."""
+    """Everything about a pipeline that is known before it starts; ``folder`` is where its checkpoints go.
+
+    ``kv_tokens`` is what the KV memory of one worker holds (None: more than enough); ``ranker`` predicts lengths.
+    """
 
     name: str
     config: Pipeline
@@ -31,3 +58,5 @@ class PipelinePlan:
     kv_blocks: int
     task: Task
     tokenizer: PromptEncoder
+    kv_tokens: int | None = None
+    ranker: Ranks | None = None

@@ -21,6 +21,7 @@ FIXED = {
     "algorithm.group_size",
     "rollout.prompts",
     "rollout.prompt_format",
+    "rollout.forced_lengths",
 }
 """Keys of a pipeline that cannot change within a run."""
 

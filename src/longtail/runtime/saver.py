@@ -6,13 +6,13 @@ later update can reach them, so a checkpoint is always of one step.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longtail.cluster.messages import Saved
+from longtail.core.clock import Clock
 from longtail.rl import checkpoint
 
 
@@ -21,8 +21,8 @@ class _InProgress:
     step: int
     folder: Path
     waiting: set[int]
+    started: float
     bytes: int = 0
-    started: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Published:
 class Saver:
     """``root`` holds the checkpoints of one pipeline; the newest ``keep`` stay."""
 
-    def __init__(self, root: Path, *, workers: int, keep: int) -> None:
-        self._root, self._workers, self._keep = root, workers, keep
+    def __init__(self, root: Path, *, workers: int, keep: int, clock: Clock) -> None:
+        self._root, self._workers, self._keep, self._clock = root, workers, keep, clock
         self._now: _InProgress | None = None
         self.last_step = -1
         """Steps that the newest complete checkpoint holds (0 at the start of a pipeline, -1 before it is known)."""
@@ -63,7 +63,7 @@ class Saver:
     def begin(self, step: int) -> Path:
         """A folder into which all workers are to write. Raises :class:`CheckpointError`."""
         folder = checkpoint.begin(self._root, step)
-        self._now = _InProgress(step, folder, set(range(self._workers)))
+        self._now = _InProgress(step, folder, set(range(self._workers)), self._clock.time())
         return folder
 
     def part_written(self, report: Saved, state: Callable[[int], dict[str, Any]]) -> Published | None:
@@ -81,7 +81,7 @@ class Saver:
         self._now = None
         path = checkpoint.publish(now.folder, state(now.step), keep=self._keep)
         self.last_step, self.last_path = now.step, path
-        return Published(now.step, path, now.bytes, time.time() - now.started)
+        return Published(now.step, path, now.bytes, self._clock.time() - now.started)
 
     def give_up(self) -> None:
         """A worker could not write its part."""

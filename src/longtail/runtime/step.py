@@ -1,10 +1,13 @@
 """The samples of one training step: which are wanted, which have ended, what they were worth.
 
+Which prompts a step has, and which lengths in fixed-length mode, depends on the seed and the step alone.
+
 Invariant (exactly once): each (prompt, sample) of the step ends exactly once; a second end is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,16 +18,21 @@ from longtail.core.config import Pipeline
 from longtail.core.seeds import derive_seed
 from longtail.core.types import Completion, Request, SamplingParams, StepTotals, TrainGroup, TrainSample
 from longtail.rl.advantages import group_advantages
-from longtail.rl.tasks import Example
+from longtail.rl.tasks import Example, prompt_indices
+from longtail.runtime.plan import PipelinePlan
 
 
 @dataclass
 class Group:
-    """One prompt of the step and its samples so far; ``rewards`` is None until scored."""
+    """One prompt of the step and its samples so far; ``rewards`` is None until scored.
+
+    ``forced_lengths`` has the length of every sample in fixed-length mode.
+    """
 
     example: Example
     prompt: np.ndarray
     completions: list[Completion | None]
+    forced_lengths: tuple[int, ...] | None = None
     rewards: list[float | None] | None = None
 
     @property
@@ -45,30 +53,40 @@ class StepBatch:
     _parts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: int, examples: Sequence[Example], prompts: Sequence[np.ndarray], group_size: int) -> StepBatch:
-        groups = [Group(e, p, [None] * group_size) for e, p in zip(examples, prompts, strict=True)]
+    def of(
+        cls,
+        step: int,
+        examples: Sequence[Example],
+        prompts: Sequence[np.ndarray],
+        group_size: int,
+        forced_lengths: Sequence[tuple[int, ...] | None] | None = None,
+    ) -> StepBatch:
+        """Groups of ``group_size`` samples each that have not begun."""
+        forced = forced_lengths or [None] * len(examples)
+        groups = [Group(e, p, [None] * group_size, f) for e, p, f in zip(examples, prompts, forced, strict=True)]
         return cls(step, groups)
 
-    def requests(self, config: Pipeline, params: SamplingParams, workers: int) -> list[list[Request]]:
-        """The requests for each worker: whole groups in turn, split only when there are fewer prompts than workers.
+    def requests(self, config: Pipeline, params: SamplingParams, workers: int) -> list[Request]:
+        """The step's requests, prompt by prompt: whole groups, split only when there are fewer prompts than workers.
 
         Every sample's seed depends on (pipeline seed, step, prompt, sample) alone.
         """
         size = config.algorithm.group_size
         parts = min(size, max(1, -(-workers // len(self.groups))))
         bounds = [(size * i // parts, size * (i + 1) // parts) for i in range(parts)]
-        placed: list[list[Request]] = [[] for _ in range(workers)]
+        requests = []
         for j, group in enumerate(self.groups):
-            for i, (first, last) in enumerate(bounds):
+            for first, last in bounds:
                 request = Request(
                     request_id=f"{self.step}/{j}/{first}",
                     prompt=group.prompt,
                     seeds=tuple(derive_seed(config.seed, "sample", self.step, j, s) for s in range(first, last)),
                     params=params,
+                    forced_lengths=group.forced_lengths and group.forced_lengths[first:last],
                 )
                 self._parts[request.request_id] = (j, first)
-                placed[(j * parts + i) % workers].append(request)
-        return placed
+                requests.append(request)
+        return requests
 
     def end(self, completion: Completion) -> tuple[int, int]:
         """Record a finished sample; returns its (prompt, sample). Raises ``RuntimeError`` on a second end."""
@@ -129,6 +147,55 @@ class StepBatch:
         advantages = [group_advantages(g.rewards or (), scale="none") for g in self.groups]
         scored = [a[~np.isnan(a)] for a in advantages if not np.isnan(a).all()]
         return float(np.mean([not a.any() for a in scored])) if scored else float("nan")
+
+
+class StepSource:
+    """Makes the batches of a pipeline's steps."""
+
+    def __init__(self, plan: PipelinePlan) -> None:
+        self._plan = plan
+        self._next: tuple[int, list[Example]] = (-1, [])
+        rollout = plan.config.rollout
+        self.params = SamplingParams(
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            end_token_ids=plan.tokenizer.end_token_ids,
+            stop=tuple(rollout.stop),
+        )
+
+    def batch(self, step: int) -> StepBatch:
+        """The prompts of ``step``, encoded. Raises ``DataError`` for one that cannot be made."""
+        config = self._plan.config
+        ahead, examples = self._next
+        if ahead != step:
+            examples = self._examples(step)
+        prompts = [self._plan.tokenizer.encode_prompt(e.prompt, chat=config.rollout.chat) for e in examples]
+        forced = [self._forced_lengths(example, step, place) for place, example in enumerate(examples)]
+        return StepBatch.of(step, examples, prompts, config.algorithm.group_size, forced)
+
+    def upcoming(self, step: int) -> list[Example]:
+        """The examples of a later step; none where they cannot be made, which is told when that step begins."""
+        with contextlib.suppress(Exception):
+            self._next = step, self._examples(step)
+            return self._next[1]
+        return []
+
+    def _examples(self, step: int) -> list[Example]:
+        task, config = self._plan.task, self._plan.config
+        indices = prompt_indices(task, step=step, prompts=config.rollout.prompts, seed=config.seed)
+        return [task.example(index) for index in indices]
+
+    def _forced_lengths(self, example: Example, step: int, place: int) -> tuple[int, ...] | None:
+        """In the e-th epoch (from 0) sample s takes the length number e x group_size + s, starting over at the end."""
+        config = self._plan.config
+        if config.rollout.forced_lengths is None:
+            return None
+        lengths = example.columns[config.rollout.forced_lengths]
+        epoch = (step * config.rollout.prompts + place) // self._plan.task.size if self._plan.task.size else 0
+        size = config.algorithm.group_size
+        return tuple(lengths[(epoch * size + s) % len(lengths)] for s in range(size))
 
 
 def totals(groups: Sequence[TrainGroup], max_tokens: int) -> StepTotals:

@@ -1,0 +1,1 @@
+"""What does work cost? Measured step times, and their estimates while a run goes on."""

@@ -1,0 +1,1 @@
+"""What should we do now? Pure functions of a snapshot: no clock, no process, no torch."""

@@ -1,0 +1,210 @@
+"""Where the requests of a step go, and what was learnt of lengths and of decode times when it is over.
+
+The decision is the planner's (``planner/order.py``); here it gets its forecast and its costs, and is told to the log.
+It changes no token and nothing that is learned: seeds do not depend on workers, and training sees groups in their own
+order.
+
+Invariant: only whole steps are learnt from, so a pipeline that falls back to a checkpoint forgets just the void ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from longtail.core.events import Event, MoveMade, Note, Span
+from longtail.core.types import FinishReason, Request
+from longtail.costs.decode import UNMEASURED, DecodeFit
+from longtail.planner.dispatch import Dispatch
+from longtail.planner.order import Placement, Work, fifo, place
+from longtail.rl.tasks import Example
+from longtail.runtime.forecast import Forecast, Forecaster
+from longtail.runtime.plan import PipelinePlan
+from longtail.runtime.step import StepBatch
+
+MOST_TRACKED = 4096
+"""Prompts of a step for which the rank correlation is computed."""
+
+
+@dataclass
+class _Step:
+    """One step under way: how it was placed, and when each worker's last sample ended so far."""
+
+    placement: Placement
+    dispatch: Dispatch
+    forecast: Forecast | None
+    predicted_s: float | None
+    start: float
+    last: dict[int, float] = field(default_factory=dict)
+
+
+class StepOrder:
+    """Decides for one pipeline over ``workers`` workers; ``emit`` is the controller's."""
+
+    def __init__(self, plan: PipelinePlan, *, workers: int, emit: Callable[[Event], None]) -> None:
+        self._name, self._config, self._kv_tokens = plan.name, plan.config, plan.kv_tokens
+        self._workers, self._emit = workers, emit
+        self._costs = DecodeFit()
+        self._mode = plan.config.rollout.order
+        self._forecaster: Forecaster | None = None
+        if self._mode == "ranked":
+            self._forecaster = Forecaster(
+                max_tokens=plan.config.rollout.max_tokens,
+                seed=plan.config.seed,
+                ranker=plan.ranker,
+                note=self._warn,
+            )
+        self._step: _Step | None = None
+        self._requests: list[Request] = []
+
+    # -- a step -----------------------------------------------------------------------------------------------
+
+    def begin(self, batch: StepBatch, requests: list[Request], *, now: float) -> list[list[Request]]:
+        """What each worker gets first; ``now`` is the controller's time in seconds."""
+        forecast = None
+        samples = np.array([r.samples for r in requests])
+        prompt_tokens = np.array([len(r.prompt) for r in requests])
+        if self._forecaster is not None:
+            examples = [group.example for group in batch.groups]
+            group_size = self._config.algorithm.group_size
+            forecast = self._forecaster.forecast(examples, group_size=group_size, step=batch.step)
+            work = forecast.work(samples, prompt_tokens)
+        elif self._mode == "oracle":
+            lengths = np.array([n for r in requests for n in r.forced_lengths or ()])
+            work = Work.known(samples, prompt_tokens, lengths)
+        else:
+            work = None
+        slots, predicted_s = self._config.rollout.max_running, None
+        if work is None:
+            placement = fifo(len(requests), self._workers)
+        else:
+            slots = self._slots(work)
+            costs = self._costs.costs(self._workers)
+            placement = place(work, costs=costs or [UNMEASURED] * self._workers, slots=slots)
+            predicted_s = placement.makespan_s if costs else None
+            self._tell(batch, placement, forecast, measured=costs is not None)
+        dispatch = Dispatch(placement, samples=samples.tolist(), slots=slots)
+        self._requests = requests
+        self._step = _Step(placement, dispatch, forecast, predicted_s, start=now)
+        return [[requests[r] for r in queue] for queue in dispatch.start()]
+
+    def ended(self, worker: int, *, now: float) -> list[Request]:
+        """A sample of ``worker`` has ended: what that worker gets next."""
+        assert self._step is not None
+        self._step.last[worker] = now
+        return [self._requests[r] for r in self._step.dispatch.ended(worker)]
+
+    def finish(self, batch: StepBatch) -> dict[str, float]:
+        """The step is over: learn from it. Returns its metrics (see docs/metrics)."""
+        step, self._step, self._requests = self._step, None, []
+        assert step is not None
+        waits = [max(step.last.values()) - step.last.get(w, step.start) for w in range(self._workers)]
+        metrics = {"rollout_idle_s": sum(waits) / len(waits)}
+        if step.predicted_s is not None:
+            metrics["rollout_predicted_s"] = step.predicted_s
+        if step.forecast is not None and self._forecaster is not None:
+            completions = [[c for c in group.completions if c is not None] for group in batch.groups]
+            lengths = np.array([[len(c.tokens) for c in row] for row in completions])
+            censored = np.array([[c.finish == FinishReason.LENGTH for c in row] for row in completions])
+            tau = rank_correlation(step.forecast.expected, lengths.mean(axis=1))
+            if tau is not None:
+                metrics["length_tau"] = tau
+            self._forecaster.learn(step.forecast, lengths, censored)
+        return metrics
+
+    def abandon(self) -> None:
+        """The step will not be finished."""
+        self._step, self._requests = None, []
+
+    # -- knowledge --------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> bool:
+        """Whether prompts are ranked, so that it pays to name the next ones early."""
+        return self._forecaster is not None and self._forecaster.ranks
+
+    def look_ahead(self, examples: Sequence[Example]) -> None:
+        """These come next."""
+        if self._forecaster is not None:
+            self._forecaster.look_ahead(examples)
+
+    def remember(self, prompts: int) -> None:
+        """Keep history of so many prompts (0: of none) from now on."""
+        if self._forecaster is not None:
+            self._forecaster.remember = prompts
+            self._forecaster.forget()
+
+    def observe(self, span: Span) -> None:
+        """A span of this pipeline's work."""
+        self._costs.observe(span)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint stores, as plain data."""
+        lengths = self._forecaster.state_dict() if self._forecaster is not None else None
+        return {"costs": self._costs.state_dict(), "lengths": lengths}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Know what was known when :meth:`state_dict` was called; None: nothing yet."""
+        if self._forecaster is not None:
+            self._forecaster.forget()
+        if state is None:
+            return
+        try:
+            self._costs.load_state_dict(state["costs"])
+            if self._forecaster is not None and state["lengths"] is not None:
+                self._forecaster.load_state_dict(state["lengths"])
+        except Exception as error:  # of another version, or edited by hand: no reason to lose a run
+            if self._forecaster is not None:
+                self._forecaster.forget()
+            self._warn(f"what the checkpoint knows of lengths cannot be used ({error}); they are learnt anew.")
+
+    def _slots(self, work: Work) -> int:
+        """How many sequences a worker decodes at once: what is allowed, or what its KV memory is expected to hold."""
+        most = self._config.rollout.max_running
+        if self._kv_tokens is None:
+            return most
+        lengths = work.lengths.astype(float)
+        # Of the sequences that run at a moment, a longer one is met more often, on average half-way.
+        generated = (lengths**2).mean() / (2 * lengths.mean())
+        prompt = (work.prompt_tokens / work.samples).mean()
+        return int(np.clip(self._kv_tokens / (generated + prompt), 1, most))
+
+    # -- words ------------------------------------------------------------------------------------------------
+
+    def _tell(self, batch: StepBatch, placement: Placement, forecast: Forecast | None, *, measured: bool) -> None:
+        self._emit(
+            MoveMade(
+                pipeline=self._name,
+                step=batch.step,
+                move="order",
+                workers=list(range(self._workers)),
+                reason=f"{placement.rule}; {_source(len(batch.groups), forecast)}",
+                predicted_gain_s=placement.fifo_s - placement.makespan_s if measured else None,
+            )
+        )
+
+    def _warn(self, message: str) -> None:
+        self._emit(Note(level="warning", message=f"{self._name}: {message}", pipeline=self._name))
+
+
+def _source(prompts: int, forecast: Forecast | None) -> str:
+    """Where the lengths come from, in words."""
+    if forecast is None:
+        return "lengths are given"
+    ranked = forecast.quantiles is not None
+    if forecast.remembered == 0:
+        return f"{'ranker prior' if ranked else 'no ranker'}, no prompt with history"
+    return f"{'ranker prior, ' if ranked else ''}{forecast.remembered} of {prompts} prompts with history"
+
+
+def rank_correlation(predicted: np.ndarray, lengths: np.ndarray) -> float | None:
+    """Kendall's tau-b; None where it has no meaning (all equal). Of very large steps only the first prompts count."""
+    if len(predicted) < 2:
+        return None
+    from scipy.stats import kendalltau  # takes half a second to import
+
+    tau = float(kendalltau(predicted[:MOST_TRACKED], lengths[:MOST_TRACKED]).statistic)
+    return None if np.isnan(tau) else tau
