@@ -2,8 +2,9 @@
 
 Lengths over several epochs are real, jointly: the answers of 24 models to one AlpacaEval prompt stand for samples of
 that prompt (8 in each of 3 epochs, models drawn anew for every prompt and seed), mapped by their rank among all answers
-to the quantiles of DeepSeek-R1's production lengths, scaled so that a given share is cut off at the token cap. A second
-source are lengths that a trained model really produced: the built-in tiny model on Collatz chains, recorded in a run.
+of their model to the quantiles of DeepSeek-R1's production lengths, scaled so that a given share is cut off at the
+token cap. A second source are lengths that a trained model really produced: the built-in tiny model on Collatz chains,
+recorded in a run.
 
 Arms: fifo (dealt out as they come), blind (late binding, nothing known of any prompt), ranked (the built-in ranker, no
 history), history (ranker and earlier epochs: `order: ranked` as it is), oracle (true lengths). On two real workers
@@ -76,15 +77,18 @@ REAL = [
 
 @cache
 def alpaca() -> tuple[list[str], np.ndarray]:
-    """Prompts, and the rank in (0, 1) of each of 24 answers among all answers [prompts, 24]."""
+    """Prompts, and the rank in (0, 1) of each of 24 answers among all answers of its model [prompts, 24].
+
+    Within its model: one policy's samples have one distribution, and how wordy a model is is no property of a prompt.
+    """
     path = DATA / "alpaca_eval_lengths.jsonl"
     if not path.exists():
         raise SystemExit(f"{path} is missing: set LONGTAIL_DATA to the folder that holds alpaca_eval_lengths.jsonl.")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     models = sorted(rows[0]["words"])
     words = np.array([[row["words"][m] for m in models] for row in rows], float)
-    order = words.ravel().argsort(kind="stable").argsort(kind="stable")
-    return [row["prompt"] for row in rows], ((order + 0.5) / words.size).reshape(words.shape)
+    place = words.argsort(axis=0, kind="stable").argsort(axis=0, kind="stable")
+    return [row["prompt"] for row in rows], (place + 0.5) / len(words)
 
 
 def drawn_rows(case: Case, seed: int) -> list[dict[str, Any]]:

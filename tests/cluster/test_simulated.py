@@ -70,7 +70,7 @@ def ends_by_simulation(batches: list[list[Request]], config: Pipeline) -> dict[t
     return ends
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 40), st.lists(st.integers(1, 30), min_size=1, max_size=4)), min_size=1, max_size=6

@@ -16,8 +16,6 @@ LEAST_P = 0.001
 
 _ROOT_STEPS = 3
 _SLACK = np.float32(0.03)
-_CHUNK = 1024
-"""Rows at a time where a row has many values: larger temporaries cost more in page faults than in arithmetic."""
 
 
 class BeliefError(LongtailError):
@@ -90,8 +88,7 @@ class Remaining:
         """
         if not LEAST_P <= p <= 1.0 - LEAST_P:
             raise BeliefError(f"p is {p}; quantiles of remaining lengths are known from {LEAST_P} to {1.0 - LEAST_P}")
-        # A score that sits on a length must not round up to the next one.
-        total = np.ceil(self.scores.length(self._root(np.float32(1.0 - p) * self._alive)) - np.float32(1e-3))
+        total = self.scores.length(self._root(np.float32(1.0 - p) * self._alive))
         least = np.minimum(self.generated + 1, self.limits)
         return np.minimum(np.maximum(total.astype(np.int64), least), self.limits) - self.generated
 
@@ -101,20 +98,10 @@ class Remaining:
 
     def expected(self) -> np.ndarray:
         """Expected remaining tokens, float64 [n]: right to a per cent or so where lengths have no large atoms."""
-        curve, limits = self.scores.curve, self.limits.astype(np.float32)
+        curve = self.scores.curve
         at_large = curve.grid.at(curve.area, self.generated) - curve.grid.at(curve.area, self.limits)
         at_large /= self._population_tail
-        own = np.empty(len(self), np.float32)
-        for start in range(0, len(self), _CHUNK):
-            rows = slice(start, start + _CHUNK)
-            nodes, weights = normal.truncated_nodes(self._cut[rows])
-            nodes *= self.sd[rows, None]
-            nodes += self.mean[rows, None]
-            lengths = self.scores.length(nodes)
-            np.ceil(lengths, out=lengths)
-            np.minimum(lengths, limits[rows, None], out=lengths)
-            own[rows] = lengths @ weights
-        own -= self.generated
+        own = self.scores.expected_length(self.mean, self.sd, self._cut, self.limits) - self.generated
         stray = np.float32(self.outlier) * self._population_tail / self._alive
         own += stray * (at_large - own)
         left = self.limits - self.generated

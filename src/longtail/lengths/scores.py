@@ -14,6 +14,9 @@ Z_MAX = 6.0
 
 _LEAST = 1e-9
 _PER_UNIT = 512
+_OFFSET = 0.5 + Z_MAX * _PER_UNIT
+_CHUNK = 1024
+"""Rows at a time where a row has many values: larger temporaries cost more in page faults than in arithmetic."""
 
 
 class Scores:
@@ -39,12 +42,29 @@ class Scores:
         return middle
 
     def length(self, z: np.ndarray) -> np.ndarray:
-        """Tokens (float32, not rounded) at scores of any shape: the inverse of :meth:`beyond`; at most max_tokens."""
+        """Whole tokens (float32) at scores of any shape: the inverse of :meth:`beyond`; at most max_tokens."""
         index = z * np.float32(_PER_UNIT)
-        index += np.float32(0.5 + Z_MAX * _PER_UNIT)
+        index += np.float32(_OFFSET)
         return self._length_by_z.take(index.astype(np.intp), mode="clip")
+
+    def expected_length(self, mean: np.ndarray, sd: np.ndarray, cut: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        """E[min(length, limit)] float32 [n] where z ~ N(mean, sd^2) is truncated to z > mean + cut * sd."""
+        scale, offset = sd * np.float32(_PER_UNIT), mean * np.float32(_PER_UNIT) + np.float32(_OFFSET)
+        capped = bool((limits < self.curve.grid.max_tokens).any())
+        out = np.empty(len(mean), np.float32)
+        for start in range(0, len(mean), _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            nodes, weights = normal.truncated_nodes(cut[rows])
+            nodes *= scale[rows, None]
+            nodes += offset[rows, None]
+            lengths = self._length_by_z.take(nodes.astype(np.intp), mode="clip")
+            if capped:
+                np.minimum(lengths, limits[rows, None], out=lengths)
+            out[rows] = lengths @ weights
+        return out
 
     @cached_property
     def _length_by_z(self) -> np.ndarray:
         z = np.arange(-Z_MAX, Z_MAX + 1 / _PER_UNIT, 1 / _PER_UNIT)
-        return np.interp(z, self._z_J, self.curve.grid.edges).astype(np.float32)
+        # A score that sits on a length must not round up to the next one.
+        return np.ceil(np.interp(z, self._z_J, self.curve.grid.edges) - 1e-3).astype(np.float32)
