@@ -1,10 +1,11 @@
 """Makespan of long-tailed rollout batches: first come first served, ranked, with history, and with the truth.
 
 Lengths over several epochs are real, jointly: the answers of 24 models to one AlpacaEval prompt stand for samples of
-that prompt (8 in each of 3 epochs, models drawn anew for every prompt and seed), mapped by their rank among all answers
-of their model to the quantiles of DeepSeek-R1's production lengths, scaled so that a given share is cut off at the
-token cap. A second source are lengths that a trained model really produced: the built-in tiny model on Collatz chains,
-recorded in a run.
+that prompt (8 in each of 3 epochs, models drawn anew for every prompt and seed), mapped by rank to the quantiles of
+DeepSeek-R1's production lengths, scaled so that a given share is cut off at the token cap. Ranks are among all answers
+of all models (pooled), so that a model's wordiness is noise within a prompt; in the cases that say "ranked by model"
+they are among the answers of one model, so that all samples of a prompt have one distribution. A second source are
+lengths that a trained model really produced: the built-in tiny model on Collatz chains, recorded in a run.
 
 Arms: fifo (dealt out as they come), blind (late binding, nothing known of any prompt), ranked (the built-in ranker, no
 history), history (ranker and earlier epochs: `order: ranked` as it is), oracle (true lengths). On two real workers
@@ -23,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ COLLATZ_STEPS, COLLATZ_PROMPTS = 6, 32
 
 @dataclass(frozen=True)
 class Case:
-    """``cut``: the share of answers that reach ``cap`` tokens. ``rows`` prompts make an epoch, ``prompts`` a step."""
+    """``cut``: the share of answers that reach ``cap`` tokens. ``rows`` prompts make an epoch, ``prompts`` a step.
+    ``by_model``: answers are ranked among those of their model, not among all."""
 
     name: str
     workers: int
@@ -50,11 +52,7 @@ class Case:
     cut: float = 0.01
     cap: int = 8192
     rows: int = 512
-
-    @property
-    def waves(self) -> float:
-        """How often a worker's slots are filled in a step."""
-        return self.prompts * GROUP / self.workers / self.slots
+    by_model: bool = False
 
 
 SIMULATED = [
@@ -66,6 +64,9 @@ SIMULATED = [
     Case("8 workers, 8 waves, 5 % cut off", workers=8, prompts=512, slots=64, cut=0.05),
     Case("64 workers, 4 waves, 5 % cut off", workers=64, prompts=512, slots=16, cut=0.05),
 ]
+SIMULATED += [
+    replace(case, name=f"{case.name}, ranked by model", by_model=True) for case in SIMULATED[:1] + SIMULATED[3:]
+]
 REAL = [
     Case("2 workers, 8 waves, 5 % cut off", workers=2, prompts=32, slots=16, cut=0.05, cap=256, rows=32),
     Case("2 workers, 2 waves, 5 % cut off", workers=2, prompts=8, slots=16, cut=0.05, cap=256, rows=32),
@@ -76,24 +77,22 @@ REAL = [
 
 
 @cache
-def alpaca() -> tuple[list[str], np.ndarray]:
-    """Prompts, and the rank in (0, 1) of each of 24 answers among all answers of its model [prompts, 24].
-
-    Within its model: one policy's samples have one distribution, and how wordy a model is is no property of a prompt.
-    """
+def alpaca(by_model: bool) -> tuple[list[str], np.ndarray]:
+    """Prompts, and the rank in (0, 1) of each of 24 answers [prompts, 24] among all, or among those of its model."""
     path = DATA / "alpaca_eval_lengths.jsonl"
     if not path.exists():
         raise SystemExit(f"{path} is missing: set LONGTAIL_DATA to the folder that holds alpaca_eval_lengths.jsonl.")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     models = sorted(rows[0]["words"])
     words = np.array([[row["words"][m] for m in models] for row in rows], float)
-    place = words.argsort(axis=0, kind="stable").argsort(axis=0, kind="stable")
-    return [row["prompt"] for row in rows], (place + 0.5) / len(words)
+    among = words if by_model else words.reshape(-1, 1)
+    place = among.argsort(axis=0, kind="stable").argsort(axis=0, kind="stable")
+    return [row["prompt"] for row in rows], ((place + 0.5) / len(among)).reshape(words.shape)
 
 
 def drawn_rows(case: Case, seed: int) -> list[dict[str, Any]]:
     """Rows of a task: a prompt and 24 lengths, which three epochs of 8 samples use up."""
-    prompts, ranks = alpaca()
+    prompts, ranks = alpaca(case.by_model)
     rng = np.random.default_rng(seed)
     record = json.loads((DATA / "traces" / "deepseek_r1_output_quantiles.json").read_text())
     quantiles = np.array(record["output_tokens_quantiles"], float)

@@ -4,7 +4,8 @@
     python scripts/make_ranker.py --arena arena_hard_lengths.jsonl --questions gsm8k/train.jsonl     # about 10 minutes
 
 * The word table: input embeddings of all-MiniLM-L6-v2 (Apache-2.0), 64 principal directions, 8 bits.
-* Labels: Arena-Hard v0.1 (Apache-2.0), the median token length of three models' answers to each prompt.
+* Labels: Arena-Hard v0.1 (Apache-2.0), the median token length of three models' answers to each prompt; and
+  ``ranker_data/everyday.jsonl``, answers of SmolLM2-135M-Instruct to everyday requests (``make_lengths.py``).
 * Teacher: all-MiniLM-L6-v2, fine-tuned on those labels with the margin objective.
 * Unlabelled prompts that the teacher scores: ``ranker_data/prompts.jsonl.gz`` (written by SmolLM2-135M-Instruct, see
   ``make_prompts.py``) and questions of GSM8K (MIT).
@@ -27,6 +28,7 @@ from longtail.lengths.features import as_bytes
 from longtail.lengths.ranker import SHIPPED
 
 PROMPTS = Path(__file__).parent / "ranker_data" / "prompts.jsonl.gz"
+EVERYDAY = Path(__file__).parent / "ranker_data" / "everyday.jsonl"
 QUESTIONS = 1500
 """Of GSM8K's 7,473: all of them would outweigh the other prompts."""
 
@@ -87,7 +89,7 @@ def make_weights(arena: Path, unlabelled: list[str]) -> None:
     from longtail.lengths.data import read_lengths
     from longtail.lengths.train import TrainConfig, train
 
-    data = read_lengths(arena, unit="tokens")
+    data = read_lengths([arena, EVERYDAY], unit="tokens")
     ranker = train(
         data,
         TrainConfig(teacher="minilm"),
@@ -100,7 +102,12 @@ def make_weights(arena: Path, unlabelled: list[str]) -> None:
         {
             "source": "Arena-Hard v0.1",
             "licence": "Apache-2.0",
-            "use": f"labels: median tokens of the answers of three models to {len(data)} prompts",
+            "use": f"labels: median tokens of the answers of three models to {(data.sources == 0).sum()} prompts",
+        },
+        {
+            "source": "answers of SmolLM2-135M-Instruct to everyday requests",
+            "licence": "Apache-2.0",
+            "use": f"labels: tokens of an answer to each of {(data.sources == 1).sum()} prompts",
         },
         {
             "source": "prompts written by SmolLM2-135M-Instruct",
