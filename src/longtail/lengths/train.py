@@ -153,7 +153,9 @@ def _figures(backend: Backend, data: LengthData, config: TrainConfig) -> dict[st
         result = evaluate(
             backend.score(part.prompts), part.lengths, delta=config.delta, seed=config.seed, censored=part.censored
         )
-        figures[data.source_names[s]] = {"prompts": len(part), "tau": result.tau, "reasons": result.reasons}
+        figures[data.source_names[s]] = _plain(
+            {"prompts": len(part), "tau": result.tau, "undefined": result.reasons.get("tau")}
+        )
     return figures or None
 
 
