@@ -293,21 +293,23 @@ def compare(
     """Every arm with every seed; ``first`` steps make the first epoch. Of several rounds the faster one counts, step by
     step: they do the same work, and what else the machine does can only slow it down."""
     steps_of: dict[str, list[list[dict[str, float]]]] = {arm: [] for arm in arms}
+    spread: list[float] = []
     for seed in seeds:
         rows = source(seed)
-        for round_ in range(rounds):
-            for arm in arms:
-                began = time.perf_counter()
-                metrics = run(arm, rows, case, steps=steps, seed=seed)
-                spans = " ".join(f"{m['rollout_s']:.1f}" for m in metrics)
-                print(
-                    f"{case.name}  seed {seed}  {arm:8s} {spans} s   ({time.perf_counter() - began:.0f} s)", flush=True
-                )
-                if round_ == 0:
-                    steps_of[arm].append(metrics)
-                pairs = zip(steps_of[arm][-1], metrics, strict=True)
-                steps_of[arm][-1] = [min(pair, key=lambda m: m["rollout_s"]) for pair in pairs]
-    return summary(steps_of, first=first)
+        runs: dict[str, list[list[dict[str, float]]]] = {arm: [] for arm in arms}
+        for arm in [arm for _ in range(rounds) for arm in arms]:
+            began = time.perf_counter()
+            runs[arm].append(run(arm, rows, case, steps=steps, seed=seed))
+            spans = " ".join(f"{m['rollout_s']:.1f}" for m in runs[arm][-1])
+            print(f"{case.name}  seed {seed}  {arm:8s} {spans} s   ({time.perf_counter() - began:.0f} s)", flush=True)
+        for arm, repeated in runs.items():
+            by_step = [sorted(step, key=lambda m: m["rollout_s"]) for step in zip(*repeated, strict=True)]
+            steps_of[arm].append([step[0] for step in by_step])
+            spread += [step[-1]["rollout_s"] / step[0]["rollout_s"] for step in by_step]
+    found = summary(steps_of, first=first)
+    if rounds > 1:
+        found["noise"] = {"slower_over_faster_round": round(statistics.median(spread), 3)}
+    return found
 
 
 def summary(steps_of: dict[str, list[list[dict[str, float]]]], *, first: int) -> dict[str, Any]:
@@ -347,7 +349,7 @@ def main() -> None:
     args = p.parse_args()
     parts = args.only or ["simulated", "real", "collatz"]
     seeds = range(1 if args.quick else args.seeds)
-    rounds = 1 if args.quick else 2
+    load = os.getloadavg()[0]
     arms = ("fifo", "blind", "ranked", "history", "oracle")
     results: dict[str, dict[str, Any]] = {}
     if "simulated" in parts:
@@ -363,7 +365,7 @@ def main() -> None:
             per_epoch = case.rows // case.prompts
             found = compare(
                 case, seeds, lambda seed, case=case: drawn_rows(case, seed), run_real, ("fifo", "ranked", "oracle"),
-                steps=EPOCHS * per_epoch, first=per_epoch, rounds=rounds,
+                steps=EPOCHS * per_epoch, first=per_epoch, rounds=1 if args.quick else 2,
             )  # fmt: skip
             results[f"real: {case.name}"] = found
     if "collatz" in parts:
@@ -372,18 +374,24 @@ def main() -> None:
         rows = steps * COLLATZ_PROMPTS
         two = Case("2 workers, 8 waves, Collatz", 2, COLLATZ_PROMPTS, slots=16, cap=320, rows=rows)
         results[f"real: {two.name}"] = compare(
-            two, seeds, source, run_real, ("fifo", "ranked", "oracle"), steps=steps, first=1, rounds=rounds
+            two,
+            seeds,
+            source,
+            run_real,
+            ("fifo", "ranked", "oracle"),
+            steps=steps,
+            first=1,
+            rounds=1 if args.quick else 2,
         )
         eight = Case("8 workers, 4 waves, Collatz", 8, COLLATZ_PROMPTS, slots=8, cap=320, rows=rows)
         results[f"simulated: {eight.name}"] = compare(eight, seeds, source, run_simulated, arms, steps=steps, first=1)
-    report(results, quick=args.quick, seeds=seeds)
+    report(results, quick=args.quick, seeds=seeds, load=load)
 
 
-def report(results: dict[str, dict[str, Any]], *, quick: bool, seeds) -> None:
+def report(results: dict[str, dict[str, Any]], *, quick: bool, seeds, load: float) -> None:
     targets = []
     for name, arms in results.items():
-        history = arms.get("history", arms["ranked"])
-        reached = history["later_share"]
+        reached = arms.get("history", arms["ranked"])["later_share"]
         met = None if reached is None else reached >= 0.8
         targets.append(common.target(f"history_share_of_oracle_gain, {name}", reached, ">= 0.8", met))
         print(f"\n{name}")
@@ -391,6 +399,7 @@ def report(results: dict[str, dict[str, Any]], *, quick: bool, seeds) -> None:
             print(f"  {arm:8s} {figures}")
     common.finish(
         "order", quick=quick, seeds=seeds, arms=results, targets=targets, epochs=EPOCHS, group_size=GROUP,
+        load_at_start=round(load, 2),
         costs="simulated: an assumed H100 with Llama-3-8B; real: the tiny model on one CPU core a worker",
     )  # fmt: skip
 
