@@ -12,15 +12,8 @@ import argparse
 import json
 from pathlib import Path
 
-import torch
-
-from longtail.core.seeds import derive_seed
-from longtail.core.types import Completion, FinishReason, Request, SamplingParams
-from longtail.engine.checkpoint import load_model
-from longtail.engine.engine import Engine
-from longtail.engine.lanes import LanePool
-from longtail.engine.models import resolve_model
-from longtail.engine.tokenizer import Tokenizer
+from longtail.core.types import FinishReason
+from smollm2_sampler import sample
 
 PROMPTS = Path(__file__).parent / "ranker_data" / "everyday.txt"
 
@@ -32,30 +25,22 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=3)
     p.add_argument("--out", type=Path, required=True)
     args = p.parse_args()
-    folder = resolve_model("smollm2-135m")
-    tokenizer = Tokenizer.load(folder)
-    model = load_model(folder, dtype=torch.float32)
-    lanes = LanePool(model.config, blocks=3 * 64 * 40, dtype=torch.float32)
-    engine = Engine(model, lanes, detokenize=tokenizer.decode, max_running=64)
-    params = SamplingParams(
-        max_tokens=args.max_tokens, temperature=0.5, top_p=0.9, end_token_ids=tokenizer.end_token_ids
-    )
     prompts = PROMPTS.read_text(encoding="utf-8").splitlines()
-    for i, prompt in enumerate(prompts):
-        seeds = tuple(derive_seed(args.seed, "length", i, j) for j in range(args.samples))
-        engine.add(Request(request_id=str(i), prompt=tokenizer.encode_prompt(prompt), seeds=seeds, params=params))
-    done: dict[tuple[int, int], Completion] = {}
-    while engine.has_work:
-        for completion in engine.step().completions:
-            done[int(completion.request_id), completion.sample] = completion
-            if len(done) % 20 == 0:
-                print(f"{len(done)} of {len(prompts) * args.samples}", flush=True)
+    answers = sample(
+        lambda tokenizer: [tokenizer.encode_prompt(prompt) for prompt in prompts],
+        samples=args.samples,
+        seed=args.seed,
+        name="length",
+        max_tokens=args.max_tokens,
+        temperature=0.5,
+        top_p=0.9,
+    )
     with args.out.open("w", encoding="utf-8") as file:
-        for (i, _), completion in sorted(done.items()):
-            cut = completion.finish is FinishReason.LENGTH
-            row = {"prompt": prompts[i], "output_tokens": len(completion.tokens), "censored": cut}
+        for i, answer in answers:
+            cut = answer.finish is FinishReason.LENGTH
+            row = {"prompt": prompts[i], "output_tokens": len(answer.tokens), "censored": cut}
             file.write(json.dumps(row) + "\n")
-    print(f"{args.out}: {len(done)} answers to {len(prompts)} prompts")
+    print(f"{args.out}: {len(answers)} answers to {len(prompts)} prompts")
 
 
 if __name__ == "__main__":

@@ -15,15 +15,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from longtail.core.seeds import derive_seed
-from longtail.core.types import FinishReason, Request, SamplingParams
-from longtail.engine.checkpoint import load_model
-from longtail.engine.engine import Engine
-from longtail.engine.lanes import LanePool
-from longtail.engine.models import resolve_model
-from longtail.engine.tokenizer import Tokenizer
+from longtail.core.types import FinishReason
+from smollm2_sampler import sample
 
 OPENERS = (Path(__file__).parent / "ranker_data" / "openers.txt").read_text(encoding="utf-8").splitlines()
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -36,28 +30,21 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=11)
     p.add_argument("--out", type=Path, required=True)
     args = p.parse_args()
-    folder = resolve_model("smollm2-135m")
-    tokenizer = Tokenizer.load(folder)
-    model = load_model(folder, dtype=torch.float32)
-    lanes = LanePool(model.config, blocks=3 * 64 * 16, dtype=torch.float32)
-    engine = Engine(model, lanes, detokenize=tokenizer.decode, max_running=64)
-    params = SamplingParams(max_tokens=72, temperature=1.0, top_p=0.95, end_token_ids=tokenizer.end_token_ids)
     openers = [o for opener in OPENERS for o in (opener, "")]
-    for i, opener in enumerate(openers):
-        ids = tokenizer.hf(BEFORE + opener, add_special_tokens=False)["input_ids"]
-        seeds = tuple(derive_seed(args.seed, "prompt", i, j) for j in range(args.samples))
-        engine.add(Request(request_id=str(i), prompt=np.array(ids, np.int32), seeds=seeds, params=params))
-    found: dict[tuple[int, int], str] = {}
-    ended = 0
-    while engine.has_work:
-        for completion in engine.step().completions:
-            ended += 1
-            if completion.finish is FinishReason.STOP:
-                i = int(completion.request_id)
-                found[i, completion.sample] = (openers[i] + completion.text).strip()
-            if ended % 200 == 0:
-                print(f"{ended} of {len(openers) * args.samples}", flush=True)
-    prompts = list(dict.fromkeys(found[key] for key in sorted(found) if found[key]))
+    turns = sample(
+        lambda tokenizer: [
+            np.array(tokenizer.hf(BEFORE + opener, add_special_tokens=False)["input_ids"], np.int32)
+            for opener in openers
+        ],
+        samples=args.samples,
+        seed=args.seed,
+        name="prompt",
+        max_tokens=72,
+        temperature=1.0,
+        top_p=0.95,
+    )
+    whole = [(openers[i] + turn.text).strip() for i, turn in turns if turn.finish is FinishReason.STOP]
+    prompts = [prompt for prompt in dict.fromkeys(whole) if prompt]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with gzip.GzipFile(args.out, "wb", mtime=0) as file:
         file.writelines(json.dumps({"prompt": prompt}, ensure_ascii=False).encode() + b"\n" for prompt in prompts)

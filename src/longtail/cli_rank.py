@@ -119,7 +119,12 @@ def train(
     ] = 10,
     epochs: Annotated[
         int | None,
-        typer.Option("--epochs", min=1, help="Passes over the data. Default: the backend's.", rich_help_panel=TRAINING),
+        typer.Option(
+            "--epochs",
+            min=1,
+            help="Passes over the data. Default: 3 for an encoder, 240 steps on all of it for light.",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
     encoder: Annotated[
         str | None,

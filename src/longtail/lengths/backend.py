@@ -23,8 +23,9 @@ class Backend(Protocol):
         """float32 [n]; finite."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write :data:`WEIGHTS_FILE` and what else is needed into an existing folder. Raises ``RankerError``."""
+    def save(self, folder: Path) -> list[Path]:
+        """Write :data:`WEIGHTS_FILE` and what else is needed into a folder; which files these are. Raises
+        ``RankerError``."""
         ...
 
     @classmethod

@@ -44,7 +44,8 @@ def prompt_keys(texts: Sequence[str]) -> np.ndarray:
 class Beliefs:
     """``max_tokens``: the cap on a response. ``tau``: Kendall's tau of the ranker, from its card; only where its trust
     starts, as it is learnt on the way. ``decay``: weight of a step's lengths one step later. ``prior_weight``: how many
-    responses the log-uniform prior on lengths counts for. ``remember``: prompts kept in history (32 bytes each).
+    responses the prior on lengths (``survival.py``) counts for at every age. ``remember``: prompts kept in history
+    (32 bytes each).
     """
 
     def __init__(

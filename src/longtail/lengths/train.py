@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,13 @@ from longtail.lengths.objectives import ObjectiveName
 from longtail.lengths.ranker import Ranker, calibration
 from longtail.lengths.seen import fingerprint
 
+if TYPE_CHECKING:
+    from longtail.lengths.train_light import Teacher
+
 FEW = 200
 """With fewer held-out prompts than this, scores are calibrated on all prompts instead."""
+SCORED_AT_ONCE = 256
+"""Unlabelled prompts between two words of progress."""
 
 
 @dataclass(frozen=True)
@@ -101,43 +106,42 @@ def _fit(
     unlabelled: Sequence[str],
     progress: Callable[[Progress], None] | None,
 ) -> Backend:
-    def follow(phase: str) -> Callable[[int, int, float | None], None] | None:
-        return None if progress is None else lambda done, total, loss: progress(Progress(phase, done, total, loss))
-
     if config.backend == "encoder":
         from longtail.lengths.train_encoder import train_encoder
 
-        return train_encoder(data, config, progress=follow("training"))
+        return train_encoder(data, config, progress=_phase(progress, "training"))
     from longtail.lengths.train_light import train_light
 
-    teacher = teach(data, config, unlabelled, follow) if config.teacher else None
-    return train_light(data, config, teacher=teacher, progress=follow("training"))
+    teacher = _teach(data, config, unlabelled, progress) if config.teacher else None
+    return train_light(data, config, teacher=teacher, progress=_phase(progress, "training"))
 
 
-def teach(
+def _teach(
     data: LengthData,
     config: TrainConfig,
     unlabelled: Sequence[str],
-    follow: Callable[[str], Callable[[int, int, float | None], None] | None],
-) -> Any:
-    """Fine-tune ``config.teacher`` on the labels and let it score everything; a ``Teacher`` for ``train_light``."""
-    from dataclasses import replace
-
+    progress: Callable[[Progress], None] | None,
+) -> Teacher:
+    """Fine-tune ``config.teacher`` on the labels and let it score everything."""
     from longtail.lengths.train_encoder import train_encoder
     from longtail.lengths.train_light import Teacher
 
-    encoder = train_encoder(
-        data, replace(config, backend="encoder", encoder=config.teacher, epochs=None), progress=follow("teacher")
-    )
+    fine_tuning = replace(config, backend="encoder", encoder=config.teacher, epochs=None)
+    encoder = train_encoder(data, fine_tuning, progress=_phase(progress, "teacher"))
     known = set(data.prompts)
     extra = [p for p in dict.fromkeys(unlabelled) if p not in known]
-    report = follow("scoring")
-    scores = []
-    for start in range(0, len(extra), 256):
-        scores.append(encoder.score(extra[start : start + 256]))
-        if report is not None:
-            report(min(start + 256, len(extra)), len(extra), None)
-    return Teacher(encoder.score(data.prompts), extra, np.concatenate([np.empty(0, np.float32), *scores]))
+    told = _phase(progress, "scoring")
+    scores = [np.empty(0, np.float32)]
+    for start in range(0, len(extra), SCORED_AT_ONCE):
+        scores.append(encoder.score(extra[start : start + SCORED_AT_ONCE]))
+        if told is not None:
+            told(min(start + SCORED_AT_ONCE, len(extra)), len(extra), None)
+    return Teacher(encoder.score(data.prompts), extra, np.concatenate(scores))
+
+
+def _phase(progress: Callable[[Progress], None] | None, phase: str) -> Callable[[int, int, float | None], None] | None:
+    """``progress`` as the trainers call it."""
+    return None if progress is None else lambda done, total, loss: progress(Progress(phase, done, total, loss))
 
 
 def _has_order(data: LengthData) -> bool:

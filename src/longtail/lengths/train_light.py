@@ -20,7 +20,7 @@ from scipy.sparse import csr_matrix
 
 from longtail.lengths import features
 from longtail.lengths.light import LightBackend, LightWeights, standard_shape
-from longtail.lengths.objectives import Batch, Objective, objective
+from longtail.lengths.objectives import Batch, Objective, objective, require_order
 from longtail.lengths.words import mean_vector, word_table
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ class Recipe:
     """Weight of one shape number beside the whole word vector, in what two prompts have in common."""
     kernel_share: float = 1.0
     batch: int = 4096
-    """Most prompts that a list or class objective looks at together."""
+    """Most prompts that an objective looks at together."""
+    list_batch: int = 512
+    """The same for lists, whose cost grows with the square."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,15 @@ def train_light(
     """
     recipe = recipe or Recipe()
     goal = objective(
-        config.objective, delta=config.delta, margin=config.margin, partners=config.partners, batch_size=recipe.batch
+        config.objective,
+        delta=config.delta,
+        margin=config.margin,
+        partners=config.partners,
+        batch_size=recipe.list_batch if config.objective == "listmle" else recipe.batch,
     )
+    least = config.delta if config.objective == "margin" else 0.0
+    require_order(data.lengths, data.sources, data.censored, delta=least)
     rng = np.random.default_rng(config.seed)
-    goal.epoch(data.lengths, data.sources, data.censored, np.random.default_rng(config.seed))  # raises before any work
     prompts = [*data.prompts, *(teacher.unlabelled if teacher else ())]
     space = Space.fit(prompts, recipe, rng)
     weights, bias = _descend(space, data, goal, recipe, teacher, config.epochs, rng, progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from longtail.core.events import Event, Sink
 from longtail.observe.store import warn_on_stderr
@@ -18,7 +19,7 @@ class FanOut:
 
     def write(self, event: Event) -> None:
         for sink in tuple(self._sinks):
-            self._guard(sink, lambda sink=sink: sink.write(event))  # type: ignore[misc]
+            self._guard(sink, partial(sink.write, event))
 
     def close(self) -> None:
         """Close every sink, then say which ones are incomplete."""
