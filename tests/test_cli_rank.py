@@ -233,6 +233,57 @@ def test_options_that_cannot_work_are_exit_code_2(trained):
     assert "give the folder it lies in" in rank("inspect", "--ranker", str(trained / "ranker.json")).stderr
 
 
+# -- rows that hold features ----------------------------------------------------------------------------------------
+
+
+def recorded(every: int = 1) -> list[dict]:
+    """The rows as the gateway records them; only of each ``every``-th the prompt is not kept."""
+    from longtail.lengths.feature_rows import encode
+
+    def without_prompt(row):
+        return {"features": encode(row["prompt"]), "output_tokens": row["output_tokens"], "finish_reason": "stop"}
+
+    return [without_prompt(row) if i % every == 0 else row for i, row in enumerate(rows())]
+
+
+@pytest.mark.parametrize("every", [1, 2], ids=["features", "half of them"])
+def test_training_on_features_gives_the_ranker_of_the_prompts(trained, every):
+    data = write("served.jsonl", recorded(every))
+    result = rank("train", data, "--out", "out", "--test", "0.25")
+    assert result.exit_code == 0, result.output
+    assert f"served.jsonl: 240 prompts ({240 // every} as features), tokens " in result.stderr
+    assert Path("out/weights.safetensors").read_bytes() == (trained / "weights.safetensors").read_bytes()
+    figures, wanted = (json.loads((path / "report.json").read_text()) for path in (Path("out"), trained))
+    assert figures["overall"]["tau"] == pytest.approx(wanted["overall"]["tau"])
+    assert figures["overall"]["n"] == 60
+    assert (figures["latency"] is None) == (every == 1)
+
+
+def test_eval_on_features_gives_the_figures_of_the_prompts_and_knows_those_it_has_seen(trained):
+    shown = rank("eval", write("served.jsonl", recorded()), "--ranker", str(trained))
+    assert shown.exit_code == 0, shown.output
+    assert "About 75% of these prompts were in the ranker's training data" in shown.stdout
+    by_features = json.loads(rank("eval", "served.jsonl", "--ranker", str(trained), "--json").stdout)
+    by_prompts = json.loads(rank("eval", write("p.jsonl", rows()), "--ranker", str(trained), "--json").stdout)
+    assert by_features["overall"]["tau"] == pytest.approx(by_prompts["overall"]["tau"])
+
+
+def test_features_are_refused_in_one_sentence_where_an_encoder_would_read_them():
+    data = write("served.jsonl", recorded())
+    sentence = "these rows hold features, not prompts; only the light backend can read them, no encoder"
+    for options in (["--backend", "encoder"], ["--teacher", "minilm"]):
+        result = rank("train", data, "--out", "out", *options)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.splitlines()[-1] == sentence
+    assert not Path("out").exists()
+
+
+def test_features_have_no_prompt_to_print_a_score_for(trained):
+    result = rank("score", write("served.jsonl", recorded()), "--ranker", str(trained))
+    assert result.exit_code == 2
+    assert "served.jsonl:1: no column was recognised as the prompt; the rows have features" in result.stderr
+
+
 # -- score and inspect ----------------------------------------------------------------------------------------------
 
 

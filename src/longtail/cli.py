@@ -11,6 +11,7 @@ from rich.text import Text
 from longtail import __version__
 from longtail.cli_common import FAILED, INTERRUPTED, fail, print_error, stderr, stdout
 from longtail.cli_rank import app as rank_app
+from longtail.cli_serve import gateway, keys_app, serve
 
 if TYPE_CHECKING:
     from longtail.runtime.check import CheckedJobs
@@ -23,7 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(serve)
+app.command()(gateway)
 app.add_typer(rank_app, name="rank")
+app.add_typer(keys_app, name="keys")
 
 
 def _print_version(wanted: bool) -> None:
@@ -38,11 +42,12 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train several RL post-training pipelines on the same workers.
+    """Train several RL post-training pipelines on the same workers; serve requests with short answers first.
 
     \b
-    longtail doctor                   # has this machine what is needed?
-    longtail run examples/demo.yaml   # two small pipelines, some minutes
+    longtail doctor                                    # has this machine what is needed?
+    longtail run examples/demo.yaml                    # two small pipelines, some minutes
+    longtail gateway --upstream http://localhost:8000  # in front of a model server
     """
 
 

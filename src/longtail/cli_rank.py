@@ -180,6 +180,7 @@ def train(
     longtail rank train chats.jsonl --unit tokens:smollm2-135m --out my-ranker
     longtail rank train batch_in.jsonl batch_out.jsonl --out my-ranker
     longtail rank train runs/demo --out my-ranker          # our own runs
+    longtail rank train served.jsonl --out my-ranker       # what `longtail gateway` recorded
     longtail rank train a.jsonl b.jsonl --backend encoder --out my-ranker
 
     A share of the prompts is held out; the report on it stands beside the weights.

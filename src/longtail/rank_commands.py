@@ -20,6 +20,7 @@ from longtail.cli_common import FAILED, INTERRUPTED, stderr
 from longtail.core.errors import ConfigError, DataError, RankerError
 from longtail.lengths.data import LengthData, split
 from longtail.lengths.data_prompts import read_prompts
+from longtail.lengths.data_values import digest
 from longtail.lengths.evaluate import evaluate_sources
 from longtail.lengths.messages import prompt_text, whole_text
 from longtail.lengths.report import HTML, JSON, PNG, Latency, Report, plain, write_report
@@ -66,7 +67,7 @@ def train_command(
     _check_out(out, force)
     more = [] if unlabelled is None else [prompt_text(prompt) for prompt in read_prompts(unlabelled)]
     everything = read(data)
-    few = len(set(everything.prompts)) < LEAST_TO_SPLIT
+    few = len(set(map(digest, everything.inputs))) < LEAST_TO_SPLIT
     if test and not few:
         learn, held_out = split(everything, test=test, seed=config.seed)
     else:
@@ -140,21 +141,22 @@ def eval_command(
 
 
 def judge(ranker: Ranker, data: LengthData, *, delta: float, seed: int, name: str) -> Report:
-    """Score all prompts, time the scoring, and compare with the lengths."""
+    """Score all prompts, time the scoring (of texts; of features it would leave out most), and compare with the
+    lengths."""
+    from longtail.lengths.feature_rows import score_inputs
     from longtail.lengths.ranker import quantiles
 
     scores = np.empty(len(data), np.float32)
     with Bar("scoring") as bar:
         for first in range(0, len(data), BATCH):
             part = slice(first, first + BATCH)
-            scores[part] = ranker.score(data.prompts[part])
+            scores[part] = score_inputs(ranker.backend, data.inputs[part])
             bar.update(min(first + BATCH, len(data)), len(data))
     bad = np.flatnonzero(~np.isfinite(scores))
     if len(bad):
-        shown = one_line(data.prompts[bad[0]])[:SHOWN_PROMPT]
-        raise RankerError(
-            f"the ranker gives {len(bad):,} scores that are no numbers, first for {shown!r}: train it anew"
-        )
+        first_bad = data.inputs[bad[0]]
+        shown = repr(one_line(first_bad)[:SHOWN_PROMPT]) if isinstance(first_bad, str) else f"{first_bad.digest:016x}"
+        raise RankerError(f"the ranker gives {len(bad):,} scores that are no numbers, first for {shown}: train it anew")
     predicted = quantiles(scores, ranker.knots)
     overall, by_source = evaluate_sources(data, scores, delta=delta, seed=seed, quantiles=predicted)
     return Report(
@@ -163,8 +165,8 @@ def judge(ranker: Ranker, data: LengthData, *, delta: float, seed: int, name: st
         overall=overall,
         by_source=by_source,
         ranker=about(ranker, name),
-        latency=measure(ranker.score, data.prompts),
-        seen=seen_share(ranker.card.get("seen"), data.prompts),
+        latency=measure(ranker.score, [prompt for prompt in data.inputs if isinstance(prompt, str)]),
+        seen=seen_share(ranker.card.get("seen"), data.inputs),
         command=shlex.join(["longtail", *sys.argv[1:]]),
     )
 

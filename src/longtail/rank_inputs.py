@@ -56,13 +56,15 @@ def read(options: DataOptions) -> LengthData:
         warn(note)
     for number, name in enumerate(data.source_names):
         rows = data.sources == number
+        kept = sum(not isinstance(data.inputs[i], str) for i in np.flatnonzero(rows))
         low, middle, high = np.quantile(data.lengths[rows], [0.05, 0.5, 0.95])
         cut = int(data.censored[rows].sum())
         unit = data.units[number] if data.units[number] != UNSTATED else "length (--unit says in what)"
         text = f"{unit} {low:,.0f} / {middle:,.0f} / {high:,.0f} (5 %, median, 95 %)" + (
             f", {cut:,} cut off" * bool(cut)
         )
-        stderr.print(Text(f"{one_line(name)}: {counted(int(rows.sum()), 'prompt')}, {text}"))
+        known = f" ({kept:,} as features)" * bool(kept)
+        stderr.print(Text(f"{one_line(name)}: {counted(int(rows.sum()), 'prompt')}{known}, {text}"))
     return data
 
 

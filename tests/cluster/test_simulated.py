@@ -37,7 +37,7 @@ def ends_by_engine(requests: list[Request], config: Pipeline, costs: DecodeCosts
     prompts = {r.request_id: len(r.prompt) for r in requests}
     while engine.has_work:
         result = engine.step()
-        keys = [(request_id, sample) for request_id, sample, _ in result.emitted]
+        keys = [(emitted.request_id, emitted.sample) for emitted in result.emitted]
         if result.substage == SubStage.PREFILL:
             now += result.tokens * costs.per_prompt_token_s
         else:

@@ -115,8 +115,8 @@ def run_all(engine: Engine, requests: list[Request], *, check: bool = True) -> d
         expected = engine.next_substage()
         result = engine.step()
         assert result.substage == expected
-        for request_id, sample, token in result.emitted:
-            streamed.setdefault((request_id, sample), []).append(token)
+        for emitted in result.emitted:
+            streamed.setdefault((emitted.request_id, emitted.sample), []).append(emitted.token)
         for completion in result.completions:
             key = (completion.request_id, completion.sample)
             assert key not in done

@@ -114,7 +114,7 @@ def test_a_group_equals_separate_requests_and_prefills_its_prompt_once(model):
     engine.add(group)
     first = engine.step()
     assert (first.substage, first.tokens) == (SubStage.PREFILL, 50)
-    assert [(sample, len(first.emitted)) for _, sample, _ in first.emitted] == [(i, 5) for i in range(5)]
+    assert [emitted.sample for emitted in first.emitted] == [0, 1, 2, 3, 4]
     assert engine.lanes.used == 2 * engine.lanes.blocks_of(50)
     assert engine.next_substage() == SubStage.DECODE
     engine.step()
@@ -155,6 +155,12 @@ def test_a_pool_for_exactly_one_sample_serves_a_whole_group(model):
     assert_same(base, run_all(make_engine(model, blocks=exact), [item]), 0)
     with pytest.raises(CapacityError, match=f"take {exact} KV blocks, and the pool has {exact - 1}"):
         make_engine(model, blocks=exact - 1).add(item)
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e-30, 5e-324])
+def test_extreme_temperatures_draw_finite_tokens(model, temperature):
+    done = run_all(make_engine(model), [request("r", prompt_of(5), temperature=temperature, samples=3)])
+    assert all(((c.tokens >= 0) & (c.tokens < 50)).all() for c in done.values())
 
 
 def test_the_oldest_sequence_is_never_preempted():
@@ -248,6 +254,7 @@ BAD = {
     "nan temperature": ({"temperature": float("nan")}, "temperature"),
     "infinite temperature": ({"temperature": float("inf")}, "temperature"),
     "negative temperature": ({"temperature": -1.0}, "temperature"),
+    "temperature without an inverse": ({"temperature": 1e31}, "temperature"),
     "negative top_k": ({"top_k": -1}, "top_k"),
     "zero top_p": ({"top_p": 0.0}, "top_p"),
     "top_p above 1": ({"top_p": 1.1}, "top_p"),

@@ -14,9 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from scipy.stats import kendalltau
+from typer.testing import CliRunner
 
+from longtail.cli import app
 from longtail.core.errors import RankerError
 from longtail.lengths.encoder import BUNDLED, EncoderBackend, chunks, longest_input, readable, resolve_encoder
+from longtail.lengths.feature_rows import encode
+from longtail.lengths.ranker import Ranker
 from longtail.lengths.train_encoder import Recipe, train_encoder
 
 WORDS = ["tell", "me", "a", "joke", "story", "write", "an", "essay", "on", "sums", "book", "say", "yes", "no"]
@@ -327,3 +331,14 @@ def test_the_longest_input_is_the_smaller_of_model_and_tokenizer():
     assert longest_input(SimpleNamespace(max_position_embeddings=514), tokenizer) == 512
     assert longest_input(SimpleNamespace(max_position_embeddings=256), tokenizer) == 256
     assert longest_input(SimpleNamespace(), tokenizer) == 512
+
+
+def test_rank_eval_with_an_encoder_refuses_prompts_that_are_kept_as_features_in_one_sentence(backend, tmp_path):
+    Ranker(backend, np.array([0.0, 1.0])).save(tmp_path / "ranker")
+    rows = [{"features": encode(f"{word} story"), "output_tokens": n} for n, word in enumerate(WORDS)]
+    data = tmp_path / "served.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = CliRunner().invoke(app, ["rank", "eval", str(data), "--ranker", str(tmp_path / "ranker")])
+    assert result.exit_code == 2, result.output
+    sentence = "these rows hold features, not prompts; only the light backend can read them, no encoder"
+    assert result.stderr.splitlines()[-1] == sentence

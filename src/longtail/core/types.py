@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,7 +40,8 @@ class SamplingParams:
 
     ``temperature`` 0 means greedy (lowest id on ties). ``top_k`` 0 and ``top_p`` 1 mean off.
     ``max_tokens`` counts generated tokens. ``end_token_ids`` end a sequence and are kept as its last token.
-    A match of any of ``stop`` in the generated text ends it too.
+    A match of any of ``stop`` in the generated text ends it too. ``top_logprobs`` (0 to 20) is how many of the most
+    likely tokens are to be named beside each drawn one.
     """
 
     max_tokens: int
@@ -48,6 +50,7 @@ class SamplingParams:
     top_p: float = 1.0
     end_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,18 @@ class Request:
     @property
     def samples(self) -> int:
         return len(self.seeds)
+
+
+class Emitted(NamedTuple):
+    """One token that was just drawn. ``logprob`` is as in :class:`Completion`. ``top`` holds the ``top_logprobs`` most
+    likely tokens under the same distribution as (token id, log-probability), most likely first; None if not asked for.
+    """
+
+    request_id: str
+    sample: int
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] | None
 
 
 @dataclass(frozen=True, kw_only=True)

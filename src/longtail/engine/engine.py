@@ -7,15 +7,15 @@ its prompt, parameters and seed alone, not on the batch, the order, the chunk si
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 import torch
 
 from longtail.core.errors import CapacityError, ModelError, RequestError
-from longtail.core.types import Completion, FinishReason, Request, SamplingParams, SubStage
+from longtail.core.types import Completion, Emitted, FinishReason, Request, SamplingParams, SubStage
 from longtail.engine import attention, jit, linear, program, sampling
 from longtail.engine.attention_torch import TorchLaneAttention
 from longtail.engine.lanes import LanePool
@@ -25,19 +25,24 @@ from longtail.engine.sampling import NOT_FINITE, Draws, Sampler
 from longtail.engine.scheduler import FRESH, Fill, Group, Scheduler
 from longtail.engine.sequences import Sequences
 from longtail.engine.stop import stop_position
+from longtail.engine.top_logprobs import top_logprobs
+
+MOST_TOP_LOGPROBS = 20
+MOST_TEMPERATURE = 1e30
+"""Far above it, 1 / temperature is 0 in float32, and no draw is defined."""
 
 
 @dataclass(slots=True)
 class StepResult:
     """What one quantum did. ``tokens`` counts the positions computed, ``batch`` the sequences that they belong to.
 
-    ``emitted`` lists (request id, sample, token) in batch order; each token of a sample appears once, in order.
+    ``emitted`` lists the tokens drawn, in batch order; each token of a sample appears once, in order.
     """
 
     substage: SubStage
     tokens: int
     batch: int
-    emitted: list[tuple[str, int, int]] = field(default_factory=list)
+    emitted: list[Emitted] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
 
 
@@ -98,6 +103,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._groups)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that have not ended, oldest first."""
+        return list(self._groups)
 
     @property
     def waiting(self) -> int:
@@ -176,8 +186,8 @@ class Engine:
             slots += opened
             index += [i] * len(opened)
         drawn = np.array(slots)
-        self._draw(logits_UV, np.array(index), drawn)
-        ended = self._ended(drawn, result)
+        self._draw(logits_UV, np.array(index), drawn, result)
+        ended = self._ended(drawn)
         for fill in prompts:
             self._scheduler.prompt_done(fill, [s for s in fill.group.slots if s not in ended])
         self._complete(ended, result)
@@ -202,17 +212,17 @@ class Engine:
         seq, slots = self._sequences, self._scheduler.running
         ones = np.ones(len(slots), np.int64)
         hidden_BD = self._forward(seq.last[slots], seq.row[slots], seq.positions(slots), ones)
-        self._draw(self.model.logits(hidden_BD), np.arange(len(slots)), slots)
         result = StepResult(SubStage.DECODE, len(slots), len(slots))
-        self._complete(self._ended(slots, result), result)
+        self._draw(self.model.logits(hidden_BD), np.arange(len(slots)), slots, result)
+        self._complete(self._ended(slots), result)
         return result
 
     def _forward(self, tokens: np.ndarray, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         self._attend.begin(rows, starts, counts)
         return self.model(torch.from_numpy(tokens).to(self.model.device), self._attend)
 
-    def _draw(self, logits_UV: torch.Tensor, index: np.ndarray, slots: np.ndarray) -> None:
-        seq = self._sequences
+    def _draw(self, logits_UV: torch.Tensor, index: np.ndarray, slots: np.ndarray, result: StepResult) -> None:
+        seq, group_of = self._sequences, self._scheduler.group_of
         draws: Draws = self._sample(
             logits_UV,
             index,
@@ -224,27 +234,28 @@ class Engine:
         )
         if (draws.tokens == NOT_FINITE).any():
             slot = int(slots[int(np.argmax(draws.tokens == NOT_FINITE))])
-            request = self._scheduler.group_of[slot].request
+            request = group_of[slot].request
             self.lanes.scrub()
             raise ModelError(
                 f"the model's logits are not finite for request {request.request_id}: its weights have diverged or are "
                 "broken; resume from an earlier checkpoint with a lower learning rate"
             )
         seq.append(slots, draws.tokens, draws.logprobs)
+        counts = seq.top_logprobs[slots]
+        tops = top_logprobs(logits_UV, index, draws, seq.temperature[slots], counts) if counts.any() else repeat(None)
+        ids = [group_of[slot].request.request_id for slot in slots.tolist()]
+        drawn = zip(ids, seq.sample[slots].tolist(), draws.tokens.tolist(), draws.logprobs.tolist(), tops, strict=False)
+        result.emitted += map(Emitted._make, drawn)
 
     # Endings
 
-    def _ended(self, slots: np.ndarray, result: StepResult) -> dict[int, tuple[FinishReason, str]]:
+    def _ended(self, slots: np.ndarray) -> dict[int, tuple[FinishReason, str]]:
         """Slots among those that just got a token which end with it, with the reason and the text."""
         seq = self._sequences
         tokens = seq.last[slots]
         at_limit = seq.generated[slots] >= seq.limit[slots]
         at_end = (tokens[:, None] == seq.ends[slots]).any(axis=1)
         group_of = self._scheduler.group_of
-        result.emitted += [
-            (group_of[slot].request.request_id, sample, token)
-            for slot, sample, token in zip(slots.tolist(), seq.sample[slots].tolist(), tokens.tolist(), strict=True)
-        ]
         ended: dict[int, tuple[FinishReason, str]] = {}
         for i in np.flatnonzero(at_limit | at_end | seq.has_stop[slots]):
             slot = int(slots[i])
@@ -349,12 +360,14 @@ def check_params(params: SamplingParams, name: str, *, can_match_text: bool) -> 
     """Raises :class:`RequestError` for impossible sampling parameters, NaN included."""
     if params.max_tokens < 1:
         raise RequestError(f"{name}: max_tokens must be at least 1, not {params.max_tokens}")
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise RequestError(f"{name}: temperature must be a finite number of at least 0, not {params.temperature}")
+    if not 0 <= params.temperature <= MOST_TEMPERATURE:
+        raise RequestError(f"{name}: temperature must be 0 to {MOST_TEMPERATURE:g}, not {params.temperature}")
     if params.top_k < 0:
         raise RequestError(f"{name}: top_k must be 0 (off) or more, not {params.top_k}")
     if not 0 < params.top_p <= 1:
         raise RequestError(f"{name}: top_p must be above 0 and at most 1, not {params.top_p}")
+    if not 0 <= params.top_logprobs <= MOST_TOP_LOGPROBS:
+        raise RequestError(f"{name}: top_logprobs must be 0 to {MOST_TOP_LOGPROBS}, not {params.top_logprobs}")
     if any(not stop for stop in params.stop):
         raise RequestError(f"{name}: a stop string is empty")
     if params.stop and not can_match_text:

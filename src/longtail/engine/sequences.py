@@ -34,6 +34,7 @@ class Sequences:
         self.temperature = np.zeros(n, np.float64)
         self.top_k = np.zeros(n, np.int64)
         self.top_p = np.zeros(n, np.float64)
+        self.top_logprobs = np.zeros(n, np.int64)
         self.has_stop = np.zeros(n, bool)
         self.preemptions = np.zeros(n, np.int64)
         self.sample = np.zeros(n, np.int64)
@@ -72,6 +73,7 @@ class Sequences:
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k
         self.top_p[slot] = params.top_p
+        self.top_logprobs[slot] = params.top_logprobs
         self.has_stop[slot] = bool(params.stop) and not forced
         self.ends[slot] = -1
         self.ends[slot, : len(ends)] = ends

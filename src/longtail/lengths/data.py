@@ -18,7 +18,7 @@ from longtail.core.errors import ConfigError, DataError
 from longtail.lengths.data_columns import ColumnReader, Columns, RawSample
 from longtail.lengths.data_logs import LogReader, is_log, join_batches
 from longtail.lengths.data_rows import Row, is_datasets_folder, read_rows
-from longtail.lengths.data_values import LengthData, Sample, join, split
+from longtail.lengths.data_values import Input, LengthData, Sample, digest, join, split
 from longtail.lengths.messages import whole_text
 from longtail.lengths.units import CountTokens, Unit
 
@@ -79,14 +79,15 @@ def read_lengths(
 
 @dataclass
 class _Source:
-    """The rows of one source while they are read: samples by prompt, and what there is to tell."""
+    """The rows of one source while they are read: samples by the prompt's digest, and what there is to tell."""
 
     name: str
     path: Path
     skip_bad: bool
     unit: Unit = field(default_factory=lambda: Unit("tokens"))
     log: LogReader | None = None
-    samples: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
+    inputs: dict[int, Input] = field(default_factory=dict)
+    samples: dict[int, list[tuple[float, bool]]] = field(default_factory=dict)
     rows: int = 0
     bad: list[str] = field(default_factory=list)
     replaced: int = 0
@@ -95,10 +96,12 @@ class _Source:
     counted_words: int = 0
     counted_chars: int = 0
 
-    def add(self, prompt: str, length: float, censored: bool) -> None:
-        clean = whole_text(prompt)
+    def add(self, prompt: Input, length: float, censored: bool) -> None:
+        clean = whole_text(prompt) if isinstance(prompt, str) else prompt
         self.surrogates += clean != prompt
-        self.samples.setdefault(clean, []).append((length, censored))
+        key = digest(clean)
+        self.inputs.setdefault(key, clean)
+        self.samples.setdefault(key, []).append((length, censored))
 
     def problem(self, where: str, text: str) -> None:
         """Raise, or count if bad rows are to be left out."""
@@ -112,7 +115,7 @@ class _Source:
             raise DataError(self._why_empty())
         medians = [_median(samples) for samples in self.samples.values()]
         return LengthData(
-            prompts=list(self.samples),
+            inputs=list(self.inputs.values()),
             lengths=np.array([length for length, _ in medians], dtype=np.float64),
             sources=np.zeros(len(medians), dtype=np.int32),
             source_names=[self.name],

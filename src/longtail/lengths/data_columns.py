@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longtail.core.errors import DataError
+from longtail.lengths.data_values import Input
 from longtail.lengths.messages import ASSISTANT, first_exchange, prompt_text, turns
 from longtail.lengths.units import UNSTATED, Unit
 
 PROMPTS = ("prompt", "question", "instruction", "query", "input", "problem", "user_prompt", "first_turn", "text")
 CONVERSATIONS = ("messages", "conversations", "conversation", "chat", "turns")
+FEATURES = "features"
+"""Where the gateway keeps what it saw of a prompt, instead of the prompt (``feature_rows.py``)."""
 RESPONSES = ("response", "answer", "output", "completion", "generation", "generated_text", "model_output", "assistant")
 LENGTHS = {
     "tokens": (
@@ -47,7 +50,7 @@ class Columns:
 class RawSample(NamedTuple):
     """One response: its length, or its text where that is still to be counted."""
 
-    prompt: str
+    prompt: Input
     length: float | None
     text: str | None
     censored: bool
@@ -57,8 +60,9 @@ class RawSample(NamedTuple):
 class ColumnReader:
     """How the rows of one source become samples. ``unit`` is what its lengths count.
 
-    ``conversation``: prompt and response are the first exchange in the prompt's column. ``models`` collects the names
-    of models that were met, so that a wrong ``model`` can be answered with the right ones.
+    ``conversation``: prompt and response are the first exchange in the prompt's column. Any row may have features where
+    its prompt is missing. ``models`` collects the names of models that were met, so that a wrong ``model`` can be
+    answered with the right ones.
     """
 
     prompt: str
@@ -81,6 +85,8 @@ class ColumnReader:
             if name is not None and name not in names:
                 raise DataError(f"{where}: there is no column {name!r} (--{option}-column){listed(names, name)}")
         prompt = columns.prompt or find_column(names, PROMPTS) or find_column(names, CONVERSATIONS)
+        if prompt is None and any(isinstance(row.get(FEATURES), Mapping) for row in head):
+            prompt = PROMPTS[0]
         if prompt is None:
             raise DataError(
                 f"{where}: no column was recognised as the prompt{listed(names)}; name it with --prompt-column"
@@ -108,13 +114,12 @@ class ColumnReader:
             self.models.add(name)
             if self.model is not None and name != self.model:
                 return []
-        value = _need(row, self.prompt)
         if self.conversation:
-            exchange = first_exchange(value)
+            exchange = first_exchange(_need(row, self.prompt))
             if exchange is None:
                 raise ValueError(f"{self.prompt!r} has no user message with an assistant's answer after it")
             return [RawSample(exchange[0], None, exchange[1], self._cut_off(row, None))]
-        prompt = self._prompt(value, row)
+        prompt = self._prompt(row)
         if self.length is not None:
             self._refuse_other_unit(row, self.length)
             values = self._select(_need(row, self.length), self.length)
@@ -123,7 +128,13 @@ class ColumnReader:
         values = self._select(_need(row, self.response), self.response)
         return [RawSample(prompt, None, _response_text(v, self.response), self._cut_off(row, key)) for key, v in values]
 
-    def _prompt(self, value: Any, row: Mapping[str, Any]) -> str:
+    def _prompt(self, row: Mapping[str, Any]) -> Input:
+        kept = row.get(FEATURES)
+        if row.get(self.prompt) is None and isinstance(kept, Mapping):
+            from longtail.lengths.feature_rows import decode  # with Numba, which other rows do not need
+
+            return decode(kept)
+        value = _need(row, self.prompt)
         try:
             text = prompt_text(value)
         except ValueError as error:

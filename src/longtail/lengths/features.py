@@ -21,6 +21,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from longtail.lengths.data_values import Input, PromptFeatures
+
+BITS = 17
+"""Of the buckets of rankers that ``rank train`` makes, and of prompts that are kept as features."""
 HEAD_CHARS, TAIL_CHARS = 3000, 600
 MAX_WORDS = 800
 SHAPE_NAMES = (
@@ -36,7 +40,7 @@ _SCRATCH_BITS = 13
 
 
 class Features(NamedTuple):
-    """Of n prompts, as sparse rows: row i has ``buckets[start[i]:start[i + 1]]`` with ``values``.
+    """Of n prompts, as sparse rows: row i has ``buckets[start[i]:start[i + 1]]``, ascending, with ``values``.
 
     ``start`` int64 [n + 1], ``buckets`` int32 [m], ``values`` float32 [m], ``shape`` float32 [n, SHAPE].
     """
@@ -47,9 +51,10 @@ class Features(NamedTuple):
     shape: np.ndarray
 
 
-def features(prompts: Sequence[str], *, bits: int) -> Features:
-    """The features of prompts, in order; see the module. Raises ``TypeError`` for what is not a string."""
-    rows = [extract(as_bytes(prompt), len(prompt), bits) for prompt in prompts]
+def features(prompts: Sequence[Input], *, bits: int) -> Features:
+    """The features of prompts, in order; see the module. Raises ``TypeError`` for what is no prompt, and ``ValueError``
+    for one that is kept as features unless ``bits`` is :data:`BITS`."""
+    rows = [_row(prompt, bits) for prompt in prompts]
     start = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(row[0]) for row in rows], out=start[1:])
     return Features(
@@ -58,6 +63,16 @@ def features(prompts: Sequence[str], *, bits: int) -> Features:
         np.concatenate([np.empty(0, np.float32), *(row[1] for row in rows)]),
         np.array([row[2] for row in rows], dtype=np.float32).reshape(-1, SHAPE),
     )
+
+
+def _row(prompt: Input, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    if isinstance(prompt, PromptFeatures):
+        if bits != BITS:
+            raise ValueError(f"prompts are kept as features of {BITS} bits, not {bits}")
+        return prompt.buckets, prompt.values, prompt.shape
+    buckets, values, shape = extract(as_bytes(prompt), len(prompt), bits)
+    order = np.argsort(buckets)
+    return buckets[order], values[order], shape
 
 
 def ngrams(prompt: str, *, bits: int) -> dict[int, str]:
@@ -231,6 +246,20 @@ def _tokens(text):
 
 
 @njit(cache=True)
+def _value(count):
+    return np.float32(1.0 + np.log(np.float32(count)))
+
+
+@njit(cache=True)
+def values_of(counts):
+    """Float32 [m], the values of n-grams that occur so often, int32 [m]: the same bits as :func:`extract` gives."""
+    values = np.empty(len(counts), np.float32)
+    for j in range(len(counts)):
+        values[j] = _value(counts[j])
+    return values
+
+
+@njit(cache=True)
 def extract(text, characters, bits):
     """``(buckets int32 [m], values float32 [m], shape float32 [SHAPE])`` of one prompt's bytes; ``characters`` is the
     length of the whole prompt. The order of buckets is that of first appearance."""
@@ -256,5 +285,5 @@ def extract(text, characters, bits):
     values = np.empty(used, np.float32)
     for j in range(used):
         buckets[j] = keys[order[j]]
-        values[j] = 1.0 + np.log(np.float32(counts[order[j]]))
+        values[j] = _value(counts[order[j]])
     return buckets, values, shape

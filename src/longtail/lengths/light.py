@@ -26,6 +26,7 @@ from numba import njit
 from longtail.core.errors import RankerError
 from longtail.lengths import features
 from longtail.lengths.backend import WEIGHTS_FILE
+from longtail.lengths.data_values import PromptFeatures
 from longtail.lengths.words import mean_vector, word_table
 
 SHAPE_LIMIT = 3.0
@@ -92,7 +93,7 @@ class LightBackend:
         self._table = word_table()
         w = weights
         # Numba compiles for concrete types: float32 in rows, for speed (float16 is for the file).
-        self._arguments = (
+        self._parameters = (
             np.ascontiguousarray(w.ngrams, np.float32),
             np.ascontiguousarray(w.rarity, np.float32),
             np.ascontiguousarray(w.shape, np.float32),
@@ -104,15 +105,27 @@ class LightBackend:
             np.ascontiguousarray(w.word_mean, np.float32),
             np.float32(w.word_std[0]),
             np.float32(w.shape_share[0]),
-            w.bits,
-            *self._table,
         )
+        self._arguments = (w.bits, *self._table, *self._parameters)
 
     def score(self, prompts: Sequence[str]) -> np.ndarray:
         """float32 [n], higher = longer."""
         out = np.empty(len(prompts), np.float32)
         for i, prompt in enumerate(prompts):
             out[i] = _score(features.as_bytes(prompt), len(prompt), *self._arguments)
+        return out
+
+    def score_features(self, prompts: Sequence[PromptFeatures]) -> np.ndarray:
+        """float32 [n]: the scores of the prompts that these were kept of, but for rounding. Raises
+        :class:`RankerError` if this ranker's buckets are others."""
+        if self.weights.bits != features.BITS:
+            raise RankerError(
+                f"this ranker has {1 << self.weights.bits:,} buckets, and prompts are kept as features of "
+                f"{1 << features.BITS:,}: it can score prompts only"
+            )
+        out = np.empty(len(prompts), np.float32)
+        for i, prompt in enumerate(prompts):
+            out[i] = _total(prompt.buckets, prompt.values, prompt.shape, prompt.words, *self._parameters)
         return out
 
     def explain(self, prompt: str) -> list[tuple[str, float]]:
@@ -176,10 +189,22 @@ def standard_shape(shape: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.n
 
 @njit(cache=True, fastmath=True)
 def _score(
-    text, characters, ngrams, rarity, shape_w, landmarks, amounts, bias, shape_mean, shape_std, word_mean, word_std,
-    shape_share, bits, keys, vectors, scale, piece_rarity,
+    text, characters, bits, keys, vectors, scale, piece_rarity, ngrams, rarity, shape_w, landmarks, amounts, bias,
+    shape_mean, shape_std, word_mean, word_std, shape_share,
 ):  # fmt: skip
     buckets, values, shape = features.extract(text, characters, bits)
+    mean = mean_vector(text, keys, vectors, scale, piece_rarity)
+    return _total(
+        buckets, values, shape, mean, ngrams, rarity, shape_w, landmarks, amounts, bias, shape_mean, shape_std,
+        word_mean, word_std, shape_share,
+    )  # fmt: skip
+
+
+@njit(cache=True, fastmath=True)
+def _total(
+    buckets, values, shape, mean, ngrams, rarity, shape_w, landmarks, amounts, bias, shape_mean, shape_std, word_mean,
+    word_std, shape_share,
+):  # fmt: skip
     outputs = len(bias)
     total = np.zeros(outputs, np.float32)
     norm = np.float32(0)
@@ -195,7 +220,6 @@ def _score(
     dims = landmarks.shape[1]
     words = dims - len(shape)
     u = np.empty(dims, np.float32)
-    mean = mean_vector(text, keys, vectors, scale, piece_rarity)
     for d in range(words):
         u[d] = (mean[d] - word_mean[d]) / word_std
     for s in range(len(shape)):

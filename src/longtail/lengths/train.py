@@ -11,7 +11,9 @@ import numpy as np
 from longtail.core.errors import RankerError
 from longtail.lengths.backend import Backend, BackendName
 from longtail.lengths.data import LengthData, split
+from longtail.lengths.data_values import texts
 from longtail.lengths.evaluate import evaluate
+from longtail.lengths.feature_rows import score_inputs
 from longtail.lengths.objectives import ObjectiveName
 from longtail.lengths.ranker import Ranker, calibration
 from longtail.lengths.seen import fingerprint
@@ -70,19 +72,22 @@ def train(
     With ``config.teacher``, an encoder is fine-tuned first, scores ``unlabelled`` prompts too, and the light backend
     learns from both its scores and the lengths. Deterministic for a seed on one machine.
 
-    Raises :class:`RankerError` if the data holds no order to learn, or an encoder cannot be had.
+    Raises :class:`RankerError` if the data holds no order to learn, or an encoder cannot be had, and
+    :class:`DataError` if one is asked for and the data holds features of prompts.
     """
     if config.teacher and config.backend != "light":
         raise RankerError("a teacher is for the light backend; the encoder backend is trained directly")
     if len(data) < 2:
         raise RankerError(f"{len(data)} prompts are too few to learn an order from: give at least two")
+    if config.backend == "encoder" or config.teacher:
+        texts([*data.inputs, *(held_out.inputs if held_out else ())])
     learn = data
     if held_out is None:
         learn, held_out = split(data, test=config.valid, seed=config.seed) if config.valid else (data, data.take(_NONE))
         if not _has_order(learn):
             learn, held_out = data, data.take(_NONE)
     backend = _fit(learn, config, unlabelled, progress)
-    scores = backend.score(held_out.prompts if len(held_out) >= FEW else data.prompts)
+    scores = score_inputs(backend, held_out.inputs if len(held_out) >= FEW else data.inputs)
     ranker = Ranker(backend, calibration(scores))
     ranker.card = {
         "training": _plain(asdict(config)) | {"prompts": len(learn), "unlabelled": len(unlabelled)},
@@ -92,7 +97,7 @@ def train(
         ],
         "calibrated_on": "held-out prompts" if len(held_out) >= FEW else "all prompts",
         "validation": _figures(backend, held_out, config),
-        "seen": fingerprint(learn.prompts),
+        "seen": fingerprint(learn.inputs),
     }
     return ranker
 
@@ -155,7 +160,11 @@ def _figures(backend: Backend, data: LengthData, config: TrainConfig) -> dict[st
     for s in np.unique(data.sources):
         part = data.take(data.sources == s)
         result = evaluate(
-            backend.score(part.prompts), part.lengths, delta=config.delta, seed=config.seed, censored=part.censored
+            score_inputs(backend, part.inputs),
+            part.lengths,
+            delta=config.delta,
+            seed=config.seed,
+            censored=part.censored,
         )
         figures[data.source_names[s]] = _plain(
             {"prompts": len(part), "tau": result.tau, "undefined": result.reasons.get("tau")}

@@ -21,10 +21,11 @@ from scipy.sparse import csr_matrix
 from longtail.lengths import features
 from longtail.lengths.light import LightBackend, LightWeights, standard_shape
 from longtail.lengths.objectives import Batch, Objective, objective, require_order
-from longtail.lengths.words import mean_vector, word_table
+from longtail.lengths.words import mean_vectors
 
 if TYPE_CHECKING:
     from longtail.lengths.data import LengthData
+    from longtail.lengths.data_values import Input
     from longtail.lengths.train import TrainConfig
 
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 class Recipe:
     """How the weights are found. ``l2`` is divided by the number of prompts: more data, less restraint."""
 
-    bits: int = 17
+    bits: int = features.BITS
     landmarks: int = 512
     steps: int = 240
     lr: float = 0.05
@@ -81,7 +82,7 @@ def train_light(
     least = config.delta if config.objective == "margin" else 0.0
     require_order(data.lengths, data.sources, data.censored, delta=least)
     rng = np.random.default_rng(config.seed)
-    prompts = [*data.prompts, *(teacher.unlabelled if teacher else ())]
+    prompts = [*data.inputs, *(teacher.unlabelled if teacher else ())]
     space = Space.fit(prompts, recipe, rng)
     weights, bias = _descend(space, data, goal, recipe, teacher, config.epochs, rng, progress)
     return LightBackend(space.weights(weights, bias))
@@ -107,7 +108,7 @@ class Space:
     recipe: Recipe
 
     @classmethod
-    def fit(cls, prompts: Sequence[str], recipe: Recipe, rng: np.random.Generator) -> Space:
+    def fit(cls, prompts: Sequence[Input], recipe: Recipe, rng: np.random.Generator) -> Space:
         found = features.features(prompts, bits=recipe.bits)
         n = len(prompts)
         seen = np.bincount(found.buckets, minlength=1 << recipe.bits)
@@ -127,8 +128,7 @@ class Space:
         )
         shape_mean, shape_std = found.shape.mean(0), np.maximum(found.shape.std(0), 1e-3)
         shape = standard_shape(found.shape, shape_mean, shape_std)
-        table = word_table()
-        words = np.array([mean_vector(features.as_bytes(p), *table) for p in prompts], dtype=np.float32)
+        words = mean_vectors(prompts)
         word_mean = words.mean(0)
         word_std = float(np.sqrt(((words - word_mean) ** 2).sum(1).mean())) or 1.0
         u = np.hstack([(words - word_mean) / word_std, recipe.shape_share * shape]).astype(np.float32)
@@ -183,7 +183,7 @@ def _descend(
     """Adam over the whole data with a cosine decay of its step; the weights of the three blocks, and the bias [K]."""
     import torch
 
-    labelled, n, K = len(data.prompts), len(space.shape), goal.outputs
+    labelled, n, K = len(data), len(space.shape), goal.outputs
     blocks = [space.ngrams, SHAPE_SCALE * space.shape, recipe.kernel_share * space.kernel]
     transposed = [block.T.tocsr() if isinstance(block, csr_matrix) else block.T for block in blocks]
     sizes = [block.shape[1] for block in blocks]

@@ -10,12 +10,16 @@ of a word from a set of their own. What matches nothing is left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
+
+from longtail.lengths.data_values import Input, PromptFeatures
+from longtail.lengths.features import as_bytes
 
 DIMENSIONS = 64
 WORDS_FILE = Path(__file__).parent.parent / "data" / "ranker" / "words.safetensors"
@@ -42,6 +46,13 @@ def word_table() -> WordTable:
 
     tensors = load_file(WORDS_FILE)
     return WordTable(tensors["keys"], tensors["vectors"], tensors["scale"], tensors["rarity"].astype(np.float32))
+
+
+def mean_vectors(prompts: Sequence[Input]) -> np.ndarray:
+    """Float32 [n, DIMENSIONS], one row a prompt; what was kept of a prompt has its row already."""
+    table = word_table()
+    rows = [p.words if isinstance(p, PromptFeatures) else mean_vector(as_bytes(p), *table) for p in prompts]
+    return np.array(rows, dtype=np.float32).reshape(-1, DIMENSIONS)
 
 
 @njit(cache=True)

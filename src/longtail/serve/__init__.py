@@ -1,0 +1,1 @@
+"""How requests come in: our server, the gateway, and plug-ins for vLLM and SGLang."""

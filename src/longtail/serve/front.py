@@ -1,0 +1,387 @@
+"""The front door: what every request goes through, whoever answers it in the end.
+
+    key -> body -> rank -> wait for a turn -> backend -> relay -> account
+
+Invariants:
+
+* A request gets exactly one answer or one clear error; none is repeated once a byte of an answer has gone out.
+* A failure of the ranker costs the order, never the request: it goes through in order of arrival, and is counted.
+* When the client goes away, its request leaves the queue or is cancelled at the backend.
+* Neither keys nor prompts are logged: a prompt appears as its length and a hash that is keyed anew for every process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longtail import __version__
+from longtail.planner.deadline import as_priority, of_priority, virtual_deadline
+from longtail.serve.accounts import Accounts, Active
+from longtail.serve.asgi import ClientGone, Receive, Scope, Send, header, read_body, while_connected
+from longtail.serve.body import given_priority, parse, prompts_of, samples_of, with_priority
+from longtail.serve.calls import CHAT, COMPLETIONS, Backend, Call, Headers
+from longtail.serve.errors import ApiError
+from longtail.serve.hold import Draining, Hold
+from longtail.serve.keys import ANONYMOUS, ApiKey, Keys
+from longtail.serve.metrics import GaugeValue, Metrics
+from longtail.serve.policy import OrderWatch
+from longtail.serve.queue import QueueFull
+from longtail.serve.record import Recorder
+from longtail.serve.responder import Responder
+from longtail.serve.scoring import Scorer
+
+log = logging.getLogger("longtail.serve")
+
+GENERATING = (COMPLETIONS, CHAT)
+DROPPED = frozenset(
+    b"host connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade content-length expect accept-encoding cookie x-request-id".split()
+)
+"""Of a client's headers: hop-by-hop ones, and those that the next server must have from us."""
+PRIORITY_HEADER = b"x-vllm-priority"
+_MODEL_PATH = re.compile(r"/v1/models(/[A-Za-z0-9_-][A-Za-z0-9_.:-]*)+")
+_PLAIN_PATH = re.compile(r"/v1(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)+")
+"""No dots at the start of a part: a path must not climb out of /v1 at the upstream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoorSettings:
+    """How requests are let in.
+
+    ``ranked``: by predicted length (else in order of arrival). ``tag``: tell the backend a priority. ``head_start_s``:
+    H of ``planner/deadline.py``. ``trust_priority``: without keys, a client's own priority counts. ``body_limit`` in
+    bytes, to arrive ``body_within_s``. ``comment_s``: interval of comment lines for streams that wait, None for none.
+    ``drain_s``: how long a shutdown waits for what is under way. ``open_metrics``: ``/metrics`` needs no key.
+    """
+
+    ranked: bool = True
+    tag: bool = False
+    head_start_s: float = 60.0
+    trust_priority: bool = False
+    body_limit: int = 32 * 2**20
+    body_within_s: float = 60.0
+    comment_s: float | None = None
+    drain_s: float = 300.0
+    open_metrics: bool = False
+
+
+class FrontDoor:
+    """An ASGI application over ``backend``. :meth:`start` before the first request, :meth:`close` after the last."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        hold: Hold,
+        *,
+        settings: DoorSettings,
+        keys: Keys | None = None,
+        recorder: Recorder | None = None,
+        document: dict[str, Any] | None = None,
+        passes_through: bool = False,
+    ) -> None:
+        self.backend, self.hold, self.settings = backend, hold, settings
+        self.scorer: Scorer | None = None
+        """Set before :meth:`start`; None lets all through in order of arrival."""
+        self._keys, self._recorder = keys, recorder
+        self._document = document or {}
+        self._passes_through = passes_through
+        self.metrics = Metrics(self._gauges)
+        self.accounts = Accounts(self.metrics, recorder, in_flight=lambda: hold.in_flight)
+        self.watch = OrderWatch() if settings.tag else None
+        self.draining = False
+        self._stopping = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        # Deadlines of clients and of other gateways are on the wall clock; ours must not jump with it.
+        self._wall_s = time.time() - time.monotonic()
+
+    async def start(self) -> None:
+        """Raises ``LongtailError`` if the backend can never answer."""
+        if self.scorer is not None:
+            self.scorer.start()
+        await self.backend.start()
+
+    async def close(self) -> None:
+        await self.backend.close()
+        if self.scorer is not None:
+            self.scorer.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def not_scored(self, reason: str) -> None:
+        """A request goes through without a rank."""
+        self.metrics.unscored.labels(reason).inc()
+
+    # Shutdown
+
+    def drain(self) -> None:
+        """Refuse what is new and finish what is under way; after ``drain_s`` seconds the rest ends with an error."""
+        if self.draining:
+            return
+        self.draining = True
+        self.hold.drain()
+        log.warning("draining: %d requests under way", len(self.accounts.active))
+        asyncio.get_running_loop().call_later(self.settings.drain_s, self._stop)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+
+    # Routing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"no handler for {scope['type']} connections")
+        request_id = f"req-{secrets.token_hex(12)}"
+        responder = Responder(send, [(b"x-request-id", request_id.encode())])
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        client = ANONYMOUS.name
+        try:
+            key = self._authenticate(scope)
+            client = key.name
+            await self._route(scope, receive, responder, key, request_id)
+        except ApiError as error:
+            await responder.error(error)
+        except ClientGone:
+            self.metrics.gone.labels(client).inc()
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            await responder.error(_shutting_down())
+        except Exception:
+            log.exception("%s failed inside", request_id)
+            await responder.error(ApiError(500, "The server failed; its log has more.", code="internal_error"))
+        finally:
+            self._tasks.discard(task)
+            if responder.status is not None:
+                path = scope["path"] if scope["path"] in GENERATING else "other"
+                self.metrics.requests.labels(client, path, str(responder.status)).inc()
+
+    async def _route(self, scope: Scope, receive: Receive, responder: Responder, key: ApiKey, request_id: str) -> None:
+        method, path = scope["method"], scope["path"]
+        if path in GENERATING:
+            _only(method, "POST")
+            await self._generate(scope, receive, responder, key, request_id)
+        elif path == "/v1/models" or _MODEL_PATH.fullmatch(path):
+            _only(method, "GET")
+            reply = await self.backend.get(path, tuple(self._forwarded(scope, key)))
+            await while_connected(receive, responder.relay(reply))
+        elif path == "/health":
+            _only(method, "GET")
+            status, found = self._health()
+            await responder.whole(status, _JSON, json.dumps(found).encode())
+        elif path == "/metrics":
+            _only(method, "GET")
+            self.accounts.tick()
+            await responder.whole(200, [(b"content-type", b"text/plain; version=0.0.4")], self.metrics.text())
+        elif path == "/openapi.json":
+            _only(method, "GET")
+            await responder.whole(200, _JSON, json.dumps(self._document).encode())
+        elif self._passes_through and method == "POST" and _PLAIN_PATH.fullmatch(path):
+            await self._pass(scope, receive, responder, key, request_id)
+        else:
+            raise ApiError(404, f"There is no {method} {path[:80]!r} here.", code="not_found")
+
+    def _authenticate(self, scope: Scope) -> ApiKey:
+        """The caller's key; who asks for health (and for metrics, if they are open) needs none."""
+        open_ = scope["path"] == "/health" or (scope["path"] == "/metrics" and self.settings.open_metrics)
+        if self._keys is None or open_:
+            return ANONYMOUS
+        return self._keys.authenticate(header(scope, b"authorization"))
+
+    # Requests
+
+    async def _generate(
+        self, scope: Scope, receive: Receive, responder: Responder, key: ApiKey, request_id: str
+    ) -> None:
+        arrival_s = time.monotonic()
+        self._refuse_when_draining()
+        body = await self._body(scope, receive)
+        call = self._call(scope, key, body, parse(body), request_id, arrival_s)
+        self.backend.check(call)
+        given = given_priority(call.fields, header(scope, PRIORITY_HEADER)) if self._trusts(key) else None
+        await while_connected(receive, self._serve(call, key, given, responder))
+
+    async def _pass(self, scope: Scope, receive: Receive, responder: Responder, key: ApiKey, request_id: str) -> None:
+        """Other calls of the API (embeddings, ...): as they are, at once."""
+        self._refuse_when_draining()
+        body = await self._body(scope, receive)
+        call = Call(
+            request_id=request_id,
+            path=scope["path"],
+            body=body,
+            fields={},
+            headers=tuple(self._forwarded(scope, key)),
+            client=key.name,
+            arrival_s=time.monotonic(),
+        )
+
+        async def answer() -> None:
+            await responder.relay(await self.backend.answer(call))
+
+        await while_connected(receive, answer())
+
+    def _refuse_when_draining(self) -> None:
+        if self.draining:
+            raise _shutting_down()
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        s = self.settings
+        return await read_body(scope, receive, limit=s.body_limit, within_s=s.body_within_s)
+
+    def _call(
+        self, scope: Scope, key: ApiKey, body: bytes, fields: dict[str, Any], request_id: str, arrival_s: float
+    ) -> Call:
+        path = scope["path"]
+        if "priority" in fields and not self._trusts(key):
+            body = with_priority(body, None)
+        return Call(
+            request_id=request_id,
+            path=path,
+            body=body,
+            fields=fields,
+            headers=tuple(self._forwarded(scope, key)),
+            client=key.name,
+            prompts=prompts_of(path, fields),
+            stream=fields.get("stream") is True,
+            samples=samples_of(path, fields),
+            arrival_s=arrival_s,
+        )
+
+    def _trusts(self, key: ApiKey) -> bool:
+        return key.allow_priority or (self._keys is None and self.settings.trust_priority)
+
+    def _forwarded(self, scope: Scope, key: ApiKey) -> Iterable[tuple[bytes, bytes]]:
+        """The client's headers for the next server; with keys of our own, never the client's credentials."""
+        for name, value in scope["headers"]:
+            if name in DROPPED or name.startswith((b"x-forwarded-", b"forwarded")):
+                continue
+            if name == b"authorization" and self._keys is not None:
+                continue
+            if name == PRIORITY_HEADER and not self._trusts(key):
+                continue
+            yield name, value
+        yield b"accept-encoding", b"identity"
+
+    async def _serve(self, call: Call, key: ApiKey, given: int | None, responder: Responder) -> None:
+        call = self._ordered(replace(call, quantile=await self._quantile(call)), given)
+        with self.accounts.open(call, keep_prompt=self._keys is None or key.record_prompts) as active:
+            try:
+                await self._in_turn(active, key, responder)
+            finally:
+                active.status = responder.status
+                if self.watch is not None:
+                    self.watch.gone(call.request_id)
+
+    async def _in_turn(self, active: Active, key: ApiKey, responder: Responder) -> None:
+        call = active.call
+        if key.max_waiting is not None and self.hold.queue.waiting(key.name) >= key.max_waiting:
+            raise self._full(f"Key {key.name} has {key.max_waiting} requests waiting, which is its limit.")
+        turn = self.hold.turn(
+            client=key.name,
+            weight=key.weight,
+            deadline_s=call.deadline_s,
+            cost=active.expected,
+            places=call.samples,
+            max_concurrent=key.max_concurrent,
+        )
+        if self.settings.comment_s is not None and call.stream:
+            responder.comment_every(self.settings.comment_s)
+        try:
+            async with turn as mine:
+                active.waited_s = mine.waited_s
+                self.metrics.overdue.inc(mine.overdue)
+                if self.watch is not None:
+                    self.watch.sent(call.request_id, call.arrival_s, call.deadline_s)
+                reply = await self.backend.answer(call)
+                active.outcome = reply.outcome
+                await responder.relay(reply, begun=lambda: self._begun(call))
+                if reply.outcome.output_tokens is not None:
+                    mine.settle(reply.outcome.output_tokens)
+        except QueueFull:
+            raise self._full("The queue is full.") from None
+        except Draining:
+            raise _shutting_down() from None
+        finally:
+            await responder.close()
+
+    def _begun(self, call: Call) -> None:
+        if self.watch is not None and call.stream:
+            self.watch.first_token(call.request_id, time.monotonic())
+
+    async def _quantile(self, call: Call) -> float | None:
+        if self.scorer is None or not self.settings.ranked:
+            return None
+        started = time.perf_counter()
+        quantile = await self.scorer.quantile(call.prompts)
+        self.metrics.scoring.observe(time.perf_counter() - started)
+        return quantile
+
+    def _ordered(self, call: Call, given: int | None) -> Call:
+        if given is not None:
+            return replace(
+                call, deadline_s=of_priority(given) - self._wall_s, priority=given if self.settings.tag else None
+            )
+        head_start_s = self.settings.head_start_s if self.settings.ranked else 0.0
+        deadline_s = virtual_deadline(call.arrival_s, call.quantile, head_start_s=head_start_s)
+        priority = as_priority(deadline_s + self._wall_s) if self.settings.tag else None
+        return replace(call, deadline_s=deadline_s, priority=priority)
+
+    def _full(self, problem: str) -> ApiError:
+        seconds = self.accounts.backlog_s()
+        wait_s = 1.0 if seconds is None else min(60.0, max(1.0, seconds / 2))
+        return ApiError(429, f"{problem} Try again in {wait_s:.0f} s.", code="queue_full", retry_after_s=wait_s)
+
+    def _health(self) -> tuple[int, dict[str, Any]]:
+        backend = self.backend.status()
+        ok = bool(backend.get("ok")) and not self.draining
+        found = {
+            "ok": ok,
+            "version": __version__,
+            "draining": self.draining,
+            "order": "ranked" if self.settings.ranked else "fcfs",
+            "mode": "tag" if self.settings.tag else "hold",
+            "max_head_start_s": self.settings.head_start_s,
+            "waiting": len(self.hold.queue),
+            "in_flight": self.hold.in_flight,
+            "backend": backend,
+        }
+        if self.watch is not None:
+            found["priorities_ignored"] = self.watch.ignored
+        return (200 if ok else 503), found
+
+    def _gauges(self) -> Iterable[GaugeValue]:
+        """What is known at a scrape and not counted as it happens."""
+        yield "longtail_waiting", "Requests held back here", {}, float(len(self.hold.queue))
+        yield "longtail_in_flight", "Samples at the backend", {}, float(self.hold.in_flight)
+        yield "longtail_window", "Samples that may be at the backend at once", {}, float(self.backend.window)
+        yield "longtail_oldest_wait_seconds", "Longest wait of those held back", {}, self.hold.oldest_s()
+        yield "longtail_draining", "1 while shutting down", {}, float(self.draining)
+        yield from self.accounts.gauges()
+        if self.watch is not None and self.watch.ignored is not None:
+            text = "1 if served order shows that priorities are ignored upstream"
+            yield "longtail_priorities_ignored", text, {}, float(self.watch.ignored)
+        for upstream in self.backend.status().get("upstreams", ()):
+            yield "longtail_upstream_up", "1 if it can be used", {"upstream": upstream["url"]}, float(upstream["up"])
+
+
+_JSON: Headers = [(b"content-type", b"application/json")]
+
+
+def _only(method: str, allowed: str) -> None:
+    if method != allowed:
+        raise ApiError(405, f"Only {allowed} works here.", code="method_not_allowed")
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "The server is shutting down.", code="shutting_down", retry_after_s=5)

@@ -1,0 +1,81 @@
+"""A front door on a real port, in a thread with its own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from longtail.serve.front import FrontDoor
+from longtail.serve.http import Listen, serve
+
+
+@dataclass
+class Running:
+    """``stop()`` begins a graceful end, as SIGTERM does; ``ended`` is set once it is over."""
+
+    url: str
+    door: FrontDoor
+    stop: Callable[[], None]
+    ended: threading.Event
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A figure of ``/metrics``; 0 if it is not there."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        for line in httpx.get(self.url + "/metrics").text.splitlines():
+            found, _, value = line.rpartition(" ")
+            if found.split("{")[0] == name and all(w in found for w in wanted):
+                return float(value)
+        return 0.0
+
+
+@contextlib.contextmanager
+def running(make: Callable[[], FrontDoor], *, listen: Listen | None = None) -> Iterator[Running]:
+    """``make`` is called in the door's own loop."""
+    ready: Future[tuple[Any, ...]] = Future()
+    ended = threading.Event()
+
+    async def main() -> None:
+        door = make()
+        loop = asyncio.get_running_loop()
+
+        def is_ready(url: str, stop: Callable[[], None]) -> None:
+            ready.set_result((url, door, lambda: loop.call_soon_threadsafe(stop)))
+
+        await serve(door, listen or Listen(port=0), ready=is_ready)
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    url, door, stop = ready.result(timeout=60)
+    try:
+        yield Running(url, door, stop, ended)
+    finally:
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            stop()
+        assert ended.wait(30), "the server did not end"
+
+
+def until(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
+    """Wait for a condition that another thread brings about."""
+    pause = threading.Event()
+    for _ in range(round(within_s / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"did not come true within {within_s} s")
