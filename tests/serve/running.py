@@ -15,6 +15,9 @@ import httpx
 from longtail.serve.front import FrontDoor
 from longtail.serve.http import Listen, serve
 
+client = httpx.Client(timeout=30, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+"""For all tests: making one takes as long as a hundred requests, because it reads the system's certificates."""
+
 
 @dataclass
 class Running:
@@ -28,7 +31,7 @@ class Running:
     def metric(self, name: str, **labels: str) -> float:
         """A figure of ``/metrics``; 0 if it is not there."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        for line in httpx.get(self.url + "/metrics").text.splitlines():
+        for line in client.get(self.url + "/metrics").text.splitlines():
             found, _, value = line.rpartition(" ")
             if found.split("{")[0] == name and all(w in found for w in wanted):
                 return float(value)

@@ -21,7 +21,7 @@ from longtail.serve.http import Listen
 from longtail.serve.keys import entry, new_key
 from longtail.serve.scoring import Scorer
 from serve.fake_backend import FakeBackend
-from serve.running import running, until
+from serve.running import client, running, until
 
 
 class ByNumber:
@@ -45,7 +45,7 @@ def door(backend, *, ranker=None, options=None, **settings):
 
 
 def post(url, *, path="/v1/completions", timeout=20, headers=None, **body):
-    return httpx.post(url + path, json={"model": "m", "prompt": "rank 0.5", **body}, timeout=timeout, headers=headers)
+    return client.post(url + path, json={"model": "m", "prompt": "rank 0.5", **body}, timeout=timeout, headers=headers)
 
 
 def pile_up(server, backend, bodies, *, headers=None):
@@ -216,7 +216,7 @@ def test_a_large_body_is_413_whether_or_not_it_says_so():
             for _ in range(200):
                 yield b" " * 100
 
-        answer = httpx.post(server.url + "/v1/completions", content=parts())
+        answer = client.post(server.url + "/v1/completions", content=parts())
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
 
@@ -245,7 +245,7 @@ def test_a_body_that_never_comes_is_408():
 )
 def test_wrong_requests_are_errors_of_openais_shape(method, path, content, status, code):
     with running(door(FakeBackend())) as server:
-        answer = httpx.request(method, server.url + path, content=content)
+        answer = client.request(method, server.url + path, content=content)
         assert answer.status_code == status
         error = answer.json()["error"]
         assert error["code"] == code
@@ -255,7 +255,7 @@ def test_wrong_requests_are_errors_of_openais_shape(method, path, content, statu
 
 def test_a_compressed_body_is_415():
     with running(door(FakeBackend())) as server:
-        answer = httpx.post(server.url + "/v1/completions", content=b"{}", headers={"content-encoding": "gzip"})
+        answer = client.post(server.url + "/v1/completions", content=b"{}", headers={"content-encoding": "gzip"})
         assert answer.status_code == 415
 
 
@@ -318,9 +318,9 @@ def test_with_keys_only_health_is_open(keyring):
     path, headers = keyring
     with running(door(FakeBackend(), options=Options(keys=path))) as server:
         for url in ("/v1/models", "/metrics", "/openapi.json"):
-            assert httpx.get(server.url + url).status_code == 401
-            assert httpx.get(server.url + url, headers=headers["bob"]).status_code == 200
-        assert httpx.get(server.url + "/health").status_code == 200
+            assert client.get(server.url + url).status_code == 401
+            assert client.get(server.url + url, headers=headers["bob"]).status_code == 200
+        assert client.get(server.url + "/health").status_code == 200
         assert post(server.url).status_code == 401
         assert post(server.url, headers=headers["bob"]).status_code == 200
 
@@ -328,7 +328,7 @@ def test_with_keys_only_health_is_open(keyring):
 def test_open_metrics_need_no_key(keyring):
     options = Options(keys=keyring[0], door=DoorSettings(open_metrics=True))
     with running(door(FakeBackend(), options=options)) as server:
-        assert httpx.get(server.url + "/metrics").status_code == 200
+        assert client.get(server.url + "/metrics").status_code == 200
 
 
 def test_a_key_has_so_many_at_once_so_many_waiting_and_no_more(keyring):

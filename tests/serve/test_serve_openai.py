@@ -10,6 +10,7 @@ import pytest
 from longtail.engine.models import resolve_model
 from longtail.serve.build import Options, front_door
 from longtail.serve.local import LocalBackend
+from serve.running import client as http
 from serve.running import running, until
 
 
@@ -128,7 +129,7 @@ def test_several_prompts_are_answered_in_their_order(client):
 def test_what_cannot_be_answered_is_refused_by_name_while_others_go_on(smollm2, client, change, param):
     running_call = threading.Thread(target=lambda: client.chat.completions.create(**CHAT, max_tokens=8))
     running_call.start()
-    answer = httpx.post(smollm2.url + "/v1/chat/completions", json={**CHAT, **change}, timeout=30)
+    answer = http.post(smollm2.url + "/v1/chat/completions", json={**CHAT, **change}, timeout=30)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert param is None or error["param"].startswith(param)
@@ -140,7 +141,7 @@ def test_what_cannot_be_answered_is_refused_by_name_while_others_go_on(smollm2, 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [-1], [10**9], [True], [1.5], None, [[1], "a"], [""]])
 def test_impossible_prompts_are_400(smollm2, prompt):
     body = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": 2}
-    answer = httpx.post(smollm2.url + "/v1/completions", json=body, timeout=30)
+    answer = http.post(smollm2.url + "/v1/completions", json=body, timeout=30)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith("prompt")
 
@@ -153,7 +154,7 @@ def test_an_unknown_model_is_404(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_the_engine(smollm2, stream):
     def load():
-        return httpx.get(smollm2.url + "/health").json()["backend"]
+        return http.get(smollm2.url + "/health").json()["backend"]
 
     body = {**CHAT, "max_tokens": 2000, "ignore_eos": True, "stream": stream}
     with httpx.Client(timeout=httpx.Timeout(30, read=1.0)) as impatient:
@@ -171,6 +172,6 @@ def test_figures_tell_what_was_served(smollm2, client):
     client.completions.create(model="smollm2-135m", prompt="Hello", max_tokens=5, extra_body={"ignore_eos": True})
     assert smollm2.metric("longtail_output_tokens_total") == before + 5
     assert smollm2.metric("longtail_ttft_seconds_count") > 0
-    document = httpx.get(smollm2.url + "/openapi.json").json()
+    document = http.get(smollm2.url + "/openapi.json").json()
     assert "/v1/chat/completions" in document["paths"]
     json.dumps(document, allow_nan=False)

@@ -248,7 +248,7 @@ def test_the_bytes_of_a_text_are_those_of_its_tokens():
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_same_holds_for_a_real_vocabulary(data):
     tokenizer = Tokenizer.load(resolve_model("smollm2-135m"))

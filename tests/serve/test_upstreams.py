@@ -8,6 +8,7 @@ import random
 import socket
 import ssl
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
@@ -605,10 +606,33 @@ def test_no_first_byte_in_time_is_a_504_and_is_not_repeated(stream: bool, after:
             error = await refused(gate.answer(call(stream=stream)))
             assert (error.status, error.code) == (504, "upstream_timeout")
             assert gate.reports == [(a.url, "first_byte")]
-            expected = {"url": a.url, "up": True, "in_flight": 0, "last_failure": "first_byte"}
+            expected = {"url": a.url, "up": True, "in_flight": 0, "last_failure": "first_byte", "window": 4}
             assert gate.status()["upstreams"][0] == expected
             await a.until(lambda: a.count("gone") == 1)
             assert (len(a.requests), len(b.requests)) == (2, 1)
+
+    run(body())
+
+
+@pytest.mark.parametrize("ending", ["whole", "hang"])
+def test_what_came_while_this_process_stood_still_is_no_silence(ending: Any) -> None:
+    async def body() -> None:
+        times = Timeouts(idle_s=0.4)
+        plan = Plan(ending=ending, after=9 if ending == "hang" else None, pause_s=0.1, gap_s=0.02)
+        async with FakeUpstream(plan) as fake, gateway(fake, timeouts=times) as gate:
+            asked = call(stream=True)
+            reply = await gate.answer(asked)
+            got = [await anext(reply.chunks)]
+            reading = asyncio.create_task(anext(reply.chunks))
+            await asyncio.sleep(0)
+            time.sleep(0.6)  # as on a machine that is overloaded, or was suspended
+            got.append(await reading)
+            assert reply.outcome.failure is None
+            if ending == "whole":
+                got += [chunk async for chunk in reply.chunks]
+                assert reply.outcome.failure is None
+            assert b"".join(got) == b"".join(made(Plan(), asked))
+            await reply.chunks.aclose()
 
     run(body())
 
@@ -765,8 +789,8 @@ def test_an_upstream_that_died_gets_no_calls_until_it_answers_a_probe() -> None:
             assert gate.status() == {
                 "ok": True,
                 "upstreams": [
-                    {"url": a.url, "up": False, "in_flight": 0, "last_failure": "connect"},
-                    {"url": b.url, "up": True, "in_flight": 0, "last_failure": None},
+                    {"url": a.url, "up": False, "in_flight": 0, "last_failure": "connect", "window": 3},
+                    {"url": b.url, "up": True, "in_flight": 0, "last_failure": None, "window": 3},
                 ],
             }
             assert gate.kinds == ["connect"]

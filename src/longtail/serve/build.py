@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,10 +51,9 @@ def front_door(backend: Backend, options: Options, *, title: str, passes_through
         raise ConfigError("--record-prompts needs --record FILE.")
     keys = None if options.keys is None else Keys.load(options.keys)
     ranker = Ranker.load(options.ranker) if options.door.ranked else None
-    hold = Hold(
-        FairQueue(limit=options.max_queue, max_wait_s=options.max_wait_s),
-        _window(backend) if not options.door.tag else lambda: math.inf,
-    )
+    window = _Window(backend)
+    queue = FairQueue(limit=options.max_queue, max_wait_s=options.max_wait_s)
+    hold = window.hold = Hold(queue, (lambda: math.inf) if options.door.tag else window)
     recorder = None if options.record is None else Recorder(options.record, keep_prompts=options.record_prompts)
     door = FrontDoor(
         backend,
@@ -70,15 +69,22 @@ def front_door(backend: Backend, options: Options, *, title: str, passes_through
     return door
 
 
-def _window(backend: Backend) -> Callable[[], float]:
-    """The backend's window; no limit once no upstream has been up for a while, so that what waits fails clearly."""
-    up_s = time.monotonic()
+class _Window:
+    """The backend's window; without limit once nobody could answer for a while, so that what waits fails clearly."""
 
-    def window() -> float:
-        nonlocal up_s
-        now_s, size = time.monotonic(), backend.window
+    def __init__(self, backend: Backend) -> None:
+        self.hold: Hold | None = None
+        self._backend = backend
+        self._down_since_s: float | None = None
+
+    def __call__(self) -> float:
+        size = self._backend.window
         if size > 0:
-            up_s = now_s
-        return size if size > 0 or now_s - up_s < DOWN_GRACE_S else math.inf
-
-    return window
+            self._down_since_s = None
+            return size
+        now_s = time.monotonic()
+        if self._down_since_s is None:
+            self._down_since_s = now_s
+            assert self.hold is not None
+            asyncio.get_running_loop().call_later(DOWN_GRACE_S + 0.05, self.hold.release)
+        return 0 if now_s - self._down_since_s < DOWN_GRACE_S else math.inf

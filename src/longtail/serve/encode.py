@@ -15,6 +15,9 @@ from longtail.serve.openai_schema import ChatBody, CompletionBody
 _SHRINK = 4
 """Normalisers may make a text shorter, at most by this factor, before it is cut into tokens."""
 
+_EACH = 100
+"""Characters that take as long to encode as a prompt without any."""
+
 
 class PromptEncoder:
     """``vocab_size`` is the model's, ``max_context`` counts prompt and answer. May be used from several threads."""
@@ -35,11 +38,11 @@ class PromptEncoder:
         alone = len(body.prompts) == 1
         return [self._plain(p, "prompt" if alone else f"prompt.{i}") for i, p in enumerate(body.prompts)]
 
-    def characters(self, body: CompletionBody | ChatBody) -> int:
-        """Of all prompts: how much work it is to encode them."""
+    def work(self, body: CompletionBody | ChatBody) -> int:
+        """How much it is to encode the prompts, in characters; a prompt or message by itself is worth some."""
         if isinstance(body, ChatBody):
-            return sum(len(message.for_template()["content"]) for message in body.messages)
-        return sum(len(prompt) for prompt in body.prompts if isinstance(prompt, str))
+            return len(body.messages) * _EACH + _characters(body)
+        return sum(_EACH + len(prompt) for prompt in body.prompts)
 
     def _plain(self, prompt: str | list[int], param: str) -> np.ndarray:
         if isinstance(prompt, str):
@@ -74,7 +77,7 @@ class PromptEncoder:
                 code="no_chat_template",
                 param="messages",
             )
-        self._refuse_endless(self.characters(body), "messages")
+        self._refuse_endless(_characters(body), "messages")
         variables = body.chat_template_kwargs or {}
         taken = sorted(self._taken & set(variables))
         if taken:
@@ -115,3 +118,7 @@ class PromptEncoder:
             code="context_length_exceeded",
             param=param,
         )
+
+
+def _characters(body: ChatBody) -> int:
+    return sum(len(message.for_template()["content"]) for message in body.messages)

@@ -27,6 +27,7 @@ from longtail.engine.engine import Engine, compile_kernels
 from longtail.engine.lanes import LanePool
 from longtail.engine.models import resolve_model
 from longtail.engine.tokenizer import Tokenizer
+from longtail.runtime.memory import BLOCK_TOKENS
 from longtail.serve.calls import Call, Outcome, Reply
 from longtail.serve.choices import Choice
 from longtail.serve.encode import PromptEncoder
@@ -39,9 +40,8 @@ from longtail.serve.text import TextStream
 from longtail.serve.token_text import TokenTexts
 
 MODELS = "/v1/models"
-BLOCK_TOKENS = 16
 QUICK_CHARACTERS = 8192
-"""Prompts up to this size are cut into tokens at once (milliseconds); longer ones in another thread."""
+"""Up to so much work, prompts are cut into tokens at once (milliseconds); more is done in another thread."""
 KEPT_CHECKS = 1024
 """Checked requests that are remembered until they are answered; older ones are read again."""
 GREEDY_TOP_P = 1e-9
@@ -179,7 +179,7 @@ class LocalBackend:
             raise ApiError(404, f"This server does not answer {call.path[:80]!r}.", code="not_found")
         body = parse_body(call.path, call.fields)
         self._check_model(body.model, param="model")
-        quick = self._encode.characters(body) <= QUICK_CHARACTERS
+        quick = self._encode.work(body) <= QUICK_CHARACTERS
         return _Checked(call.fields, body, self._encode(body) if quick else None)
 
     def _check_model(self, model: str, *, param: str | None) -> None:

@@ -218,7 +218,7 @@ class Body(BaseModel):
 class CompletionBody(Body):
     prompt: Annotated[
         Text
-        | Annotated[list[WholeText], Field(max_length=MOST_PROMPTS), Tag("<texts>")]
+        | Annotated[list[WholeText], Field(min_length=1, max_length=MOST_PROMPTS), Tag("<texts>")]
         | Annotated[TokenIds, Tag("<items>")]
         | Annotated[list[TokenIds], Field(max_length=MOST_PROMPTS), Tag("<lists>")],
         Discriminator(

@@ -147,10 +147,10 @@ def exported() -> Exported:
 
 
 def say(log: logging.Logger, message: str) -> None:
-    """A warning that is seen: in the log, and on stderr even if the log goes elsewhere."""
-    log.warning("%s", message)
+    """A warning that is seen: on stderr, whatever the server has made of logging, and in the log if there is one."""
+    print(f"longtail: {message}", file=sys.stderr, flush=True)
     if log.hasHandlers():
-        print(f"longtail: {message}", file=sys.stderr, flush=True)
+        log.warning("%s", message)
 
 
 def _add(counter: Any, label: str) -> None:

@@ -199,12 +199,17 @@ class Exchange:
 
     async def _next(self, limit_s: float) -> bytes:
         """Raises ``TimeoutError`` after so long, or what aiohttp raises."""
+        content = self.response.content
         while True:
             look_s = min(limit_s, LOOK_S)
             try:
                 async with asyncio.timeout(look_s):
-                    return await self.response.content.readany()
+                    return await content.readany()
             except TimeoutError:
+                # After a moment in which nothing here ran, the clock may have been looked at before the socket.
+                piece = content.read_nowait()
+                if piece or content.is_eof():
+                    return piece
                 connection = self.response.connection
                 if connection is None or connection.closed:
                     raise aiohttp.ClientConnectionError("connection lost") from None

@@ -1,0 +1,283 @@
+"""The gateway as a whole: clients before it, servers behind it, faults on both sides."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from longtail.lengths.data import read_lengths
+from longtail.serve import gateway as gateway_module
+from longtail.serve.build import Options
+from longtail.serve.front import DoorSettings
+from longtail.serve.gateway import gateway_door
+from longtail.serve.keys import entry, new_key
+from longtail.serve.scoring import Scorer
+from longtail.serve.upstream import Timeouts
+from serve.fake_upstream import FakeUpstream, Plan
+from serve.running import client, running, until
+
+QUICK = Timeouts(connect_s=2, first_byte_s=5, idle_s=2)
+
+
+class ByNumber:
+    def quantile(self, prompts):
+        return np.array([float(p.split()[1]) for p in prompts], np.float32)
+
+
+def gate(*urls, options=None, window=1, timeouts=QUICK, key=None, ranker=None, **settings):
+    def make():
+        chosen = options or Options(door=DoorSettings(**settings))
+        door = gateway_door(list(urls), chosen, window=window, timeouts=timeouts, key=key)
+        if ranker is not None:
+            door.scorer = Scorer(ranker, deadline_s=1.0, failed=door.not_scored)
+        return door
+
+    return running(make)
+
+
+def ask(server, prompt="rank 0.5", *, headers=None, path="/v1/completions", **body):
+    return client.post(server.url + path, json={"model": "m", "prompt": prompt, **body}, timeout=30, headers=headers)
+
+
+def prompts(fake):
+    return [request.json()["prompt"] for request in fake.requests]
+
+
+def test_a_server_that_knows_no_order_serves_short_answers_first():
+    let = threading.Event()
+    with FakeUpstream(plan=Plan(hold=let)) as fake, gate(fake.url, ranker=ByNumber()) as server:
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(ask, server, "rank 0")]
+            fake.wait(lambda: len(fake.requests) == 1)
+            for number, rank in enumerate((0.9, 0.2, 0.6), start=1):
+                answers.append(pool.submit(ask, server, f"rank {rank}", stream=rank == 0.2))
+                until(lambda number=number: len(server.door.hold.queue) == number)
+            let.set()
+            assert [a.result().status_code for a in answers] == [200] * 4
+        assert prompts(fake) == ["rank 0", "rank 0.2", "rank 0.6", "rank 0.9"]
+        assert fake.most_open == 1
+
+
+def test_two_servers_share_the_work_and_each_request_is_answered_once():
+    with FakeUpstream(plan=Plan(wait_s=0.01)) as a, FakeUpstream(plan=Plan(wait_s=0.01)) as b:
+        with gate(a.url, b.url, window=4) as server, ThreadPoolExecutor(32) as pool:
+            answers = list(pool.map(lambda i: ask(server, f"rank 0.{i}", stream=i % 2 == 0), range(120)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert sorted(prompts(a) + prompts(b)) == sorted(f"rank 0.{i}" for i in range(120))
+        assert min(len(a.requests), len(b.requests)) > 30
+        assert max(a.most_open, b.most_open) <= 4
+
+
+def test_an_upstream_that_is_killed_loses_nobody():
+    """Every request ends: by an answer, by an error event in its stream, or by an error status."""
+    with FakeUpstream(plan=Plan(tokens=20, gap_s=0.01)) as a, FakeUpstream(plan=Plan(tokens=3)) as b:
+        with gate(a.url, b.url, window=8) as server, ThreadPoolExecutor(16) as pool:
+            answers = [pool.submit(ask, server, stream=True) for _ in range(60)]
+            a.wait(lambda: a.count("open") >= 4)
+            a.down()
+            ends = [answer.result() for answer in answers]
+        for end in ends:
+            if end.status_code == 200:
+                assert end.text.endswith("data: [DONE]\n\n") != ('"error"' in end.text)
+            else:
+                assert end.status_code in (502, 503)
+                assert end.json()["error"]["code"].startswith(("upstream", "no_upstream"))
+        assert sum(end.text.endswith("data: [DONE]\n\n") for end in ends) >= 40
+
+
+def test_when_all_servers_are_down_requests_fail_clearly_and_work_again_later(monkeypatch):
+    monkeypatch.setattr("longtail.serve.build.DOWN_GRACE_S", 0.2)
+    with FakeUpstream() as fake, gate(fake.url) as server:
+        assert ask(server).status_code == 200
+        fake.down()
+        failed = [ask(server) for _ in range(3)]
+        assert {f.status_code for f in failed} <= {502, 503}
+        assert failed[-1].json()["error"]["code"] == "no_upstream"
+        assert int(failed[-1].headers["retry-after"]) >= 1
+        assert client.get(server.url + "/health").status_code == 503
+        assert server.metric("longtail_upstream_up") == 0
+        fake.up()
+        until(lambda: server.metric("longtail_upstream_up") == 1)
+        assert ask(server).status_code == 200
+
+
+def test_an_upstream_that_is_briefly_away_costs_those_who_wait_nothing():
+    with FakeUpstream(plan=Plan(wait_s=0.05)) as fake, gate(fake.url) as server, ThreadPoolExecutor(6) as pool:
+        first = pool.submit(ask, server)
+        fake.wait(lambda: fake.count("open") == 1)
+        waiting = [pool.submit(ask, server) for _ in range(5)]
+        until(lambda: len(server.door.hold.queue) == 5)
+        fake.down()
+        assert first.result().status_code == 502
+        fake.up()
+        statuses = [w.result().status_code for w in waiting]
+        assert statuses.count(200) >= 4
+
+
+def test_overload_passes_through_with_the_time_to_come_back():
+    body = b'{"error": {"message": "busy", "type": "x", "param": null, "code": 7}}'
+    plan = Plan(status=429, body=body, headers=[("Retry-After", "7")])
+    with FakeUpstream(plan=plan) as fake, gate(fake.url) as server:
+        for stream in (False, True):
+            answer = ask(server, stream=stream)
+            assert (answer.status_code, answer.headers["retry-after"], answer.content) == (429, "7", body)
+
+
+def test_fields_that_are_unknown_here_reach_the_server_as_they_were_written():
+    body = (
+        b'{"model":"m","messages":[{"role":"assistant","content":null,"reasoning_content":"h\xc3\xbc"},'
+        b'{"role":"user","content":"\\u00fc"}], "chat_template_kwargs":{"enable_thinking":false}, "top_k":20,'
+        b'"min_p":0.05,"max_completion_tokens":5,"tool_choice":"auto","x_team":"a","seed":12345678901234567,"t":1.0}'
+    )
+    with FakeUpstream() as fake, gate(fake.url, tag=True) as server:
+        client.post(server.url + "/v1/chat/completions", content=body, timeout=30)
+        sent = fake.requests[0]
+        assert sent.body.startswith(body[:-1])
+        added = json.loads(b"{" + sent.body[len(body) :])
+        assert set(added) == {"priority"}
+        assert sent.header("x-vllm-priority") == str(added["priority"])
+    with FakeUpstream() as fake, gate(fake.url) as server:
+        client.post(server.url + "/v1/chat/completions", content=body, timeout=30)
+        assert fake.requests[0].body == body
+        assert fake.requests[0].header("x-vllm-priority") is None
+
+
+def test_openais_client_sees_no_gateway():
+    with FakeUpstream() as fake, gate(fake.url) as server:
+        official = openai.OpenAI(base_url=server.url + "/v1", api_key="sk-of-the-client", max_retries=0)
+        assert [m.id for m in official.models.list()] == ["m"]
+        chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 2}
+        whole = official.chat.completions.create(**chat)
+        streamed = ["", ""]
+        for chunk in official.chat.completions.create(**chat, stream=True):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.delta.content or ""
+        assert streamed == [choice.message.content for choice in whole.choices]
+        assert fake.requests[0].header("authorization") == "Bearer sk-of-the-client"
+
+
+def test_with_keys_the_server_gets_the_gateways_key(tmp_path):
+    key, digest = new_key()
+    (tmp_path / "keys.yaml").write_text("keys:\n" + entry("a", digest))
+    options = Options(keys=tmp_path / "keys.yaml")
+    with FakeUpstream() as fake, gate(fake.url, options=options, key="sk-upstream") as server:
+        assert ask(server).status_code == 401
+        assert ask(server, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert [request.header("authorization") for request in fake.requests] == ["Bearer sk-upstream"]
+
+
+def test_weights_share_the_server_between_keys(tmp_path):
+    made = {name: new_key() for name in ("heavy", "light")}
+    text = "keys:\n" + entry("heavy", made["heavy"][1], 3) + entry("light", made["light"][1], 1)
+    (tmp_path / "keys.yaml").write_text(text)
+    let = threading.Event()
+    options = Options(keys=tmp_path / "keys.yaml")
+    with FakeUpstream(plan=Plan(hold=let, tokens=4)) as fake, gate(fake.url, options=options) as server:
+        with ThreadPoolExecutor(50) as pool:
+            work = [
+                pool.submit(ask, server, name, headers={"Authorization": f"Bearer {made[name][0]}"}, max_tokens=4)
+                for name in ["light"] * 24 + ["heavy"] * 24
+            ]
+            until(lambda: len(server.door.hold.queue) == 47)
+            let.set()
+            assert {w.result().status_code for w in work} == {200}
+        early = prompts(fake)[1:25]
+        assert 16 <= early.count("heavy") <= 20
+
+
+def test_other_calls_of_the_api_pass_through_and_nothing_else_does():
+    with FakeUpstream(plan=Plan(body=b'{"data": [1]}')) as fake, gate(fake.url) as server:
+        assert client.post(server.url + "/v1/embeddings", json={"input": "x"}).json() == {"data": [1]}
+        for path in ("/sleep", "/v1/../sleep", "/v1/..%2fsleep", "/v1//sleep", "/collective_rpc", "/v1/%2e%2e/x"):
+            assert client.post(server.url + path, json={}).status_code == 404
+        assert [request.path for request in fake.requests] == ["/v1/embeddings"]
+
+
+def test_a_client_that_leaves_ends_the_work_upstream():
+    with FakeUpstream(plan=Plan(tokens=500, gap_s=0.01)) as fake, gate(fake.url) as server:
+        with client.stream("POST", server.url + "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            next(answer.iter_bytes())
+        fake.wait(lambda: fake.count("gone") == 1, timeout_s=2)
+        fake.script(Plan(wait_s=30))
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(server.url + "/v1/completions", json={"prompt": "x"}, timeout=0.5)
+        fake.wait(lambda: fake.count("gone") == 2, timeout_s=2)
+        until(lambda: server.door.hold.in_flight == 0)
+
+
+def test_load_while_it_drains_ends_in_answers_or_503():
+    with FakeUpstream(plan=Plan(tokens=3, wait_s=0.02)) as fake, gate(fake.url, window=4) as server:
+        with ThreadPoolExecutor(24) as pool:
+            answers = [pool.submit(ask, server, stream=i % 2 == 0) for i in range(24)]
+            until(lambda: len(server.door.hold.queue) > 8)
+            server.stop()
+            for answer in answers:
+                try:
+                    end = answer.result()
+                except httpx.ConnectError:
+                    continue  # it came when nobody listened any more
+                assert end.status_code in (200, 503)
+        assert fake.count("answered") == len(fake.requests) >= 12
+
+
+def test_a_window_is_found_from_the_servers_own_figures(monkeypatch):
+    """Eight at once is what this server can do; it says how many run and wait."""
+    monkeypatch.setattr(gateway_module, "LOOK_EVERY_S", 0.02)
+    let = threading.Event()
+    with FakeUpstream(plan=Plan(hold=let)) as fake:
+
+        async def figures(self, upstream, path):
+            open_ = fake.count("open")
+            text = f"vllm:num_requests_running {min(8, open_)}\nvllm:num_requests_waiting {max(0, open_ - 8)}\n"
+            return (200, text.encode()) if path == "/metrics" else (200, b"")
+
+        monkeypatch.setattr(gateway_module.Gateway, "fetch", figures)
+        with gate(fake.url, window=None) as server, ThreadPoolExecutor(40) as pool:
+            work = [pool.submit(ask, server) for _ in range(40)]
+            until(lambda: server.metric("longtail_window") == 9)
+            until(lambda: len(server.door.hold.queue) >= 20)
+            let.set()
+            assert {w.result().status_code for w in work} == {200}
+
+
+def test_a_server_that_tells_nothing_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(gateway_module, "LOOK_EVERY_S", 0.02)
+    with FakeUpstream(plan=Plan(wait_s=0.3)) as fake, gate(fake.url, window=None) as server:
+        assert ask(server).status_code == 200
+        assert ask(server).status_code == 200
+    assert sum("Say --window N" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_what_is_served_is_recorded_and_can_be_trained_on(tmp_path):
+    path = tmp_path / "served.jsonl"
+    with FakeUpstream() as fake, gate(fake.url, options=Options(record=path, record_prompts=True)) as server:
+        for i in range(3):
+            assert ask(server, f"prompt {i}", n=2).status_code == 200
+    data = read_lengths(path)
+    assert data.prompts == [f"prompt {i}" for i in range(3)]
+    assert data.unit == "tokens"
+    assert (data.lengths == 5).all()
+
+
+def test_features_are_recorded_where_prompts_may_not_be(tmp_path):
+    path = tmp_path / "served.jsonl"
+    with FakeUpstream() as fake, gate(fake.url, options=Options(record=path)) as server:
+        for i in range(3):
+            assert ask(server, f"unspoken {i}").status_code == 200
+    assert "unspoken" not in path.read_text()
+    assert len(read_lengths(path).inputs) == 3
+
+
+def test_the_backlog_counts_what_waits_and_what_runs():
+    let = threading.Event()
+    with FakeUpstream(plan=Plan(hold=let)) as fake, gate(fake.url) as server, ThreadPoolExecutor(4) as pool:
+        work = [pool.submit(ask, server, max_tokens=100) for _ in range(4)]
+        until(lambda: len(server.door.hold.queue) == 3)
+        assert server.metric("longtail_backlog_tokens") == 400
+        let.set()
+        assert {w.result().status_code for w in work} == {200}
+        until(lambda: server.metric("longtail_backlog_tokens") == 0)
