@@ -7,7 +7,8 @@
         fake.requests[0].json()
 
 Every POST is one :class:`Request` record. Its ``state`` goes from ``open`` to one of ``answered``, ``broken`` (the plan
-ended the connection) and ``gone`` (the client did). ``GET /health`` and ``/v1/models`` are answered beside that.
+ended the connection) and ``gone`` (the client did). Each GET is one of ``probes``:
+``/health`` and ``/v1/models`` are answered, the rest is 404.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class FakeUpstream:
     tls: ssl.SSLContext | None = None
     requests: list[Request] = field(default_factory=list)
     most_open: int = 0
-    probes: int = 0
+    probes: list[Request] = field(default_factory=list)
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -125,7 +126,7 @@ class FakeUpstream:
         with self._changed:
             if not self._changed.wait_for(condition, timeout_s):
                 states = [f"{request.path}: {request.state}" for request in self.requests]
-                raise AssertionError(f"not within {timeout_s} s; requests: {states}, probes: {self.probes}")
+                raise AssertionError(f"not within {timeout_s} s; requests: {states}, probes: {len(self.probes)}")
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
         """:meth:`wait` without blocking the event loop."""
@@ -233,7 +234,7 @@ class FakeUpstream:
 
     async def _handle_get(self, request: Request, writer: asyncio.StreamWriter) -> None:
         with self._changed:
-            self.probes += 1
+            self.probes.append(request)
             self._changed.notify_all()
         if request.path == "/health":
             plan = Plan(status=self.health, body=b"")

@@ -239,7 +239,7 @@ def test_a_window_is_found_from_the_servers_own_figures(monkeypatch):
         with gate(fake.url, window=None) as server, ThreadPoolExecutor(40) as pool:
             work = [pool.submit(ask, server) for _ in range(40)]
             until(lambda: server.metric("longtail_window") == 9)
-            until(lambda: len(server.door.hold.queue) >= 20)
+            until(lambda: len(server.door.hold.queue) >= 10)
             let.set()
             assert {w.result().status_code for w in work} == {200}
 

@@ -235,18 +235,44 @@ def test_without_a_head_start_there_is_nothing_to_tell():
     assert (watch.pairs, watch.ignored) == (0, None)
 
 
-def test_one_first_token_is_at_most_one_pair_of_each_kind():
+def full_server() -> OrderWatch:
+    """It has run two calls at once, the first of which has ended."""
     watch = OrderWatch()
     for warm in ("a", "b"):
         watch.sent(warm, 0.0, 0.0)
         watch.first_token(warm, 0.1)
     watch.gone("a")
+    return watch
+
+
+def test_one_first_token_is_at_most_one_pair_of_each_kind():
+    watch = full_server()
     for i in range(50):
         watch.sent(str(i), 1.0 + i / 100, 100.0 - i)
     for i in range(3):
         watch.first_token(str(i), 10.0 + i)
         watch.gone(str(i))
     assert (watch.pairs, watch.overtakes) == (2, 0)
+
+
+def test_calls_that_begin_while_the_server_runs_ever_more_at_once_were_not_queueing():
+    watch = OrderWatch()
+    for i in range(100):
+        watch.sent(str(i), i / 100, 200.0 - i)
+    for i in range(100):
+        watch.first_token(str(i), 2.0 + i)
+    assert watch.pairs == 0
+
+
+@pytest.mark.parametrize(("apart_s", "pairs"), [(0.01, 0), (0.2, 1)])
+def test_first_tokens_of_the_same_step_have_no_order(apart_s, pairs):
+    watch = full_server()
+    watch.sent("early", 1.0, 50.0)
+    watch.sent("late", 1.1, 40.0)
+    watch.first_token("late", 9.0)
+    watch.gone("b")
+    watch.first_token("early", 9.0 + apart_s)
+    assert (watch.pairs, watch.overtakes) == (pairs, pairs)
 
 
 def test_calls_that_are_gone_before_their_first_token_count_for_nothing():

@@ -153,9 +153,24 @@ def test_a_bound_of_zero_is_the_order_of_arrival():
 
 def test_an_overdue_ticket_of_a_held_back_client_does_not_stop_the_overdue_ones_of_others():
     queue = make(max_wait_s=1.0)
+    push(queue, "b", cost=10)
+    pop(queue)  # so that b would not be next by fairness
     held, other, _ = push(queue, "a", now_s=0.0), push(queue, "b", now_s=0.1), push(queue, "c", now_s=4.9)
     assert pop(queue, 5.0, frozenset("a")) is other
     assert pop(queue, 5.0) is held
+
+
+def test_service_out_of_turn_does_not_move_the_start_of_newcomers():
+    queue = make(max_wait_s=10.0)
+    push(queue, "ahead", cost=1000)
+    pop(queue)
+    late = push(queue, "ahead", now_s=0.0)
+    for _ in range(20):
+        push(queue, "waits", now_s=9.0)
+    assert pop(queue, 10.0) is late
+    for _ in range(20):
+        push(queue, "new", now_s=10.0)
+    assert [pop(queue, 11.0).client for _ in range(20)].count("new") == 10
 
 
 @settings(deadline=None)
@@ -189,6 +204,14 @@ def test_true_costs_decide_in_the_end():
         queue.settle(ticket, 10)
         served[ticket.client] += 10
     assert abs(served["a"] - served["b"]) <= 20
+
+
+def test_a_true_cost_moves_a_client_that_waits():
+    queue = make()
+    for client in "aab" + "b" * 9:
+        push(queue, client, cost=1)
+    queue.settle(pop(queue), 6.0)
+    assert "".join(t.client for t in drain(queue)) == "bbbbbbabbbb"
 
 
 def test_a_client_that_comes_back_from_idleness_does_not_starve_the_others():

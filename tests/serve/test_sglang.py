@@ -296,9 +296,9 @@ def test_a_client_that_leaves_closes_sglangs_own_generator(sglang):
         answers = manager.generate_request(GenerateReqInput(text=SHORT, rid="gone"), None)
         assert await answers.__anext__() == {"text": "a"}
         await answers.aclose()
+        return list(manager.closed)
 
-    asyncio.run(asyncio.wait_for(leave(), 30))
-    assert manager.closed == ["gone"]
+    assert asyncio.run(asyncio.wait_for(leave(), 30)) == ["gone"]
 
 
 def test_a_retracted_request_keeps_the_place_of_its_arrival(sglang, monkeypatch):
@@ -358,6 +358,13 @@ def test_nothing_is_said_under_sglangs_defaults(sglang, capfd):
     sglang()
     assert capfd.readouterr().err == ""
     assert obstacle(server_args()) is None
+
+
+@pytest.mark.parametrize(("policy", "by_priority"), [(Lpm.LPM, False), (Fcfs.FCFS, True)])
+def test_an_order_of_sglangs_own_is_left_alone(policy, by_priority):
+    queue = [Req("b", 2), Req("a", 1)]
+    SchedulerHook().sort(None, SimpleNamespace(policy=policy, enable_priority_scheduling=by_priority), queue)
+    assert [request.rid for request in queue] == ["b", "a"]
 
 
 def test_queues_without_any_rank_are_said_once(capfd):

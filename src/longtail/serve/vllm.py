@@ -102,7 +102,7 @@ class RankMiddleware:
         else:
             messages = await _read_ahead(receive)
             scope = _with_priority(scope, await self._priority(ranking, _path(scope), messages, arrival_s))
-            pass
+            receive = _replayed(messages, receive)
         await self._app(scope, receive, send)
 
     async def _priority(self, ranking: Ranking, path: str, messages: deque[Message], arrival_s: float) -> int | None:
