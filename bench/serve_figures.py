@@ -17,24 +17,28 @@ Figures = dict[str, dict[str, dict[str, dict[str, Any]]]]
 """By server, work, arrivals and arm: a summary."""
 PROCESSES = {"vllm": ("poisson", "bursty"), "engine": ("poisson",), "hold": ("poisson",)}
 """Arrivals at a rate, by server."""
+LONGEST = "longest_decile_p99_latency_s"
 LOW = 0.7
 """The load at which ordering must not cost anything."""
 
 
 def add(found: Figures, kind: str, work: str, arrivals: str, arm: str, rounds: Sequence[Sequence[Answer]]) -> None:
-    """``noise``: the largest of the ratios between the twelve figures of the first two rounds."""
+    """Several rounds count as one run. ``between_rounds`` is the largest ratio between figures of the first two: noise,
+    and in bursts luck with the order of arrival."""
     figures = load.summary(load.end_to_end(rounds))
     if len(rounds) > 1:
         between = ratios(load.summary(rounds[0]), load.summary(rounds[1]))
-        figures["noise"] = max((max(r, 1 / r) for r in between.values()), default=None)
+        figures["between_rounds"] = max((max(r, 1 / r) for r in between.values()), default=None)
     found.setdefault(kind, {}).setdefault(work, {}).setdefault(arrivals, {})[arm] = figures
 
 
 def ratios(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """``mine`` over ``theirs`` for each of the twelve figures (below 1 is better); empty if one side is missing."""
-    if not all(name in side for side in (mine, theirs) for name in load.FIGURES):
+    """``mine`` over ``theirs`` for each of the twelve figures and the longest tenth's p99 latency (below 1 is better);
+    empty if one side is missing."""
+    if not all(LONGEST in side for side in (mine, theirs)):
         return {}
-    return {f"{name} {p}": mine[name][p] / theirs[name][p] for name in load.FIGURES for p in mine[name]}
+    by_figure = {f"{name} {p}": mine[name][p] / theirs[name][p] for name in load.FIGURES for p in mine[name]}
+    return {**by_figure, "longest tenth's p99 latency": mine[LONGEST] / theirs[LONGEST]}
 
 
 def targets(found: Figures, kinds: Sequence[str], works: Sequence[str]) -> list[dict[str, Any]]:
@@ -55,8 +59,7 @@ def targets(found: Figures, kinds: Sequence[str], works: Sequence[str]) -> list[
                 at_least(2.0, f"{kind}, {work}, burst: fcfs over ranked, mean normalized latency", gain)
                 share = math.log(gain) / math.log(most) if gain and most else None
                 at_least(0.5, f"{kind}, {work}, burst: share of the oracle's gain (log ratio)", share)
-            longest = [arms.get(arm, {}).get("longest_decile_p99_latency_s") for arm in ("ranked", "fcfs")]
-            slowdown = longest[0] / longest[1] if all(longest) else None
+            slowdown = ratios(arms.get("ranked", {}), arms.get("fcfs", {})).get("longest tenth's p99 latency")
             at_most(1.3, f"{kind}, {work}, burst: longest tenth's p99 latency over fcfs", slowdown)
         for process in PROCESSES[kind]:
             arms = found.get(kind, {}).get(works[0], {}).get(f"{process} {LOW}", {})
@@ -71,7 +74,7 @@ def targets(found: Figures, kinds: Sequence[str], works: Sequence[str]) -> list[
 
 def gain_over_fcfs(arms: dict[str, Any], arm: str) -> float | None:
     """How many times better the mean normalized latency is."""
-    if not all("normalized_s" in arms.get(a, {}) for a in ("fcfs", arm)):
+    if not all(LONGEST in arms.get(a, {}) for a in ("fcfs", arm)):
         return None
     return arms["fcfs"]["normalized_s"]["mean"] / arms[arm]["normalized_s"]["mean"]
 
@@ -96,7 +99,7 @@ def show(found: Figures) -> None:
                 print(f"\n{kind}, {work}, {arrivals}: mean, p50, p90, p99 of {', '.join(load.FIGURES)}")
                 for arm, s in arms.items():
                     cells = ["".join(f"{v:8.3f}" for v in s[name].values()) for name in load.FIGURES if name in s]
-                    longest = s.get("longest_decile_p99_latency_s", math.nan)
+                    longest = s.get(LONGEST, math.nan)
                     print(f"  {arm:14s} {'  |'.join(cells)}  | longest tenth p99 {longest:.1f}", flush=True)
 
 

@@ -54,8 +54,8 @@ TOKENS_PER_WORD = 4 / 3
 MIX_LIMIT = 4096
 """Tokens at which a server would cut off R1's answers; comes to lie at the cap of the mix."""
 MIX_SHARES = {"chat": 0.4, "math": 0.2, "code": 0.2, "reasoning": 0.2}
-CAPS = {"larger model": 128, "mix": 320, "hard": 96}
-"""Tokens; chosen so that a mean answer has about 50, and a burst of 200 takes about a minute."""
+CAPS = {"larger model": 128, "mix": 256, "hard": 80}
+"""Tokens; chosen so that a mean answer has 30 to 50, and a burst of 200 takes about a minute."""
 CODE = re.compile(
     r"```|\b(python|java|javascript|typescript|c\+\+|c#|rust|golang|sql|html|css|bash|regex|code|script|function|class"
     r"|api|react|django|flask|kubernetes|docker|linux|git|algorithm|query|program|compile|pytorch|pandas|numpy)\b",

@@ -7,8 +7,8 @@
         fake.requests[0].json()
 
 Every POST is one :class:`Request` record. Its ``state`` goes from ``open`` to one of ``answered``, ``broken`` (the plan
-ended the connection) and ``gone`` (the client did). Each GET is one of ``probes``:
-``/health`` and ``/v1/models`` are answered, the rest is 404.
+ended the connection) and ``gone`` (the client did). Each GET is one of ``probes``; ``/health`` and ``/v1/models`` are
+there, the rest is 404.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from longtail.serve.errors import ApiError
 from longtail.serve.hold import Draining, Hold
 from longtail.serve.keys import ANONYMOUS, ApiKey, Keys
 from longtail.serve.metrics import GaugeValue, Metrics
-from longtail.serve.policy import OrderWatch
 from longtail.serve.queue import QueueFull
 from longtail.serve.record import Recorder
 from longtail.serve.responder import Responder
@@ -95,7 +94,6 @@ class FrontDoor:
         self._passes_through = passes_through
         self.metrics = Metrics(self._gauges)
         self.accounts = Accounts(self.metrics, recorder, in_flight=lambda: hold.in_flight)
-        self.watch = OrderWatch() if settings.tag else None
         self.draining = False
         self._stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -280,8 +278,6 @@ class FrontDoor:
                 await self._in_turn(active, key, responder)
             finally:
                 active.status = responder.status
-                if self.watch is not None:
-                    self.watch.gone(call.request_id)
 
     async def _in_turn(self, active: Active, key: ApiKey, responder: Responder) -> None:
         call = active.call
@@ -301,11 +297,9 @@ class FrontDoor:
             async with turn as mine:
                 active.waited_s = mine.waited_s
                 self.metrics.overdue.inc(mine.overdue)
-                if self.watch is not None:
-                    self.watch.sent(call.request_id, call.arrival_s, call.deadline_s)
                 reply = await self.backend.answer(call)
                 active.outcome = reply.outcome
-                await responder.relay(reply, begun=lambda: self._begun(call))
+                await responder.relay(reply)
                 if reply.outcome.output_tokens is not None:
                     mine.settle(reply.outcome.output_tokens)
         except QueueFull:
@@ -314,10 +308,6 @@ class FrontDoor:
             raise _shutting_down() from None
         finally:
             await responder.close()
-
-    def _begun(self, call: Call) -> None:
-        if self.watch is not None and call.stream:
-            self.watch.first_token(call.request_id, time.monotonic())
 
     async def _quantile(self, call: Call) -> float | None:
         if self.scorer is None or not self.settings.ranked:
@@ -356,8 +346,6 @@ class FrontDoor:
             "in_flight": self.hold.in_flight,
             "backend": backend,
         }
-        if self.watch is not None:
-            found["priorities_ignored"] = self.watch.ignored
         return (200 if ok else 503), found
 
     def _gauges(self) -> Iterable[GaugeValue]:
@@ -368,11 +356,12 @@ class FrontDoor:
         yield "longtail_oldest_wait_seconds", "Longest wait of those held back", {}, self.hold.oldest_s()
         yield "longtail_draining", "1 while shutting down", {}, float(self.draining)
         yield from self.accounts.gauges()
-        if self.watch is not None and self.watch.ignored is not None:
-            text = "1 if served order shows that priorities are ignored upstream"
-            yield "longtail_priorities_ignored", text, {}, float(self.watch.ignored)
         for upstream in self.backend.status().get("upstreams", ()):
-            yield "longtail_upstream_up", "1 if it can be used", {"upstream": upstream["url"]}, float(upstream["up"])
+            which = {"upstream": upstream["url"]}
+            yield "longtail_upstream_up", "1 if it can be used", which, float(upstream["up"])
+            ignored = upstream.get("priorities_ignored")
+            text = "1 if the order of its answers shows that it ignores priorities"
+            yield "longtail_priorities_ignored", text, which, None if ignored is None else float(ignored)
 
 
 _JSON: Headers = [(b"content-type", b"application/json")]

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from longtail.serve.build import Options, front_door
+from longtail.serve.calls import Call, Reply
 from longtail.serve.front import FrontDoor
-from longtail.serve.policy import probe
+from longtail.serve.policy import OrderWatch, probe
 from longtail.serve.upstream import Timeouts, Upstream
 from longtail.serve.upstreams import Upstreams
 from longtail.serve.window import FIRST, Window, read_load
@@ -21,20 +24,21 @@ LOOK_EVERY_S = 0.5
 
 
 class Gateway(Upstreams):
-    """Upstreams whose windows are found out while they serve (``auto``), and asked at the start whether they heed
-    priorities (``tag`` not empty)."""
+    """Upstreams whose windows are found out while they serve (``auto``), and of which it is found out whether they heed
+    priorities (``tags``): by asking at the start, and by the order of first tokens."""
 
-    def __init__(self, urls: Sequence[str], *, auto: bool, probes: bool, **settings: object) -> None:
+    def __init__(self, urls: Sequence[str], *, auto: bool, tags: bool, head_start_s: float, **settings: object) -> None:
         super().__init__(urls, reported=self.report, **settings)  # type: ignore[arg-type]
         self.door: FrontDoor | None = None
-        self._auto, self._probes_policy = auto, probes
+        self._auto, self._tags, self._head_start_s = auto, tags, head_start_s
+        self._watches = {upstream.name: OrderWatch() for upstream in self.upstreams} if tags else {}
         self._windows = {upstream.name: Window() for upstream in self.upstreams}
         self._blind: set[str] = set()
         self._looking: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         await super().start()
-        if self._probes_policy:
+        if self._tags:
             for upstream in self.upstreams:
                 await self._say_policy(upstream)
         if self._auto:
@@ -46,13 +50,37 @@ class Gateway(Upstreams):
         await asyncio.gather(*self._looking, return_exceptions=True)
         await super().close()
 
+    def status(self) -> dict[str, Any]:
+        found = super().status()
+        for shown in found["upstreams"]:
+            if shown["url"] in self._watches:
+                shown["priorities_ignored"] = self._watches[shown["url"]].ignored
+        return found
+
+    async def _ask(self, upstream: Upstream, call: Call, *, method: str = "POST") -> Reply:
+        watch = self._watches.get(upstream.name)
+        if watch is None or not call.stream:
+            return await super()._ask(upstream, call, method=method)
+        watch.sent(call.request_id, call.arrival_s, call.deadline_s)
+        try:
+            reply = await super()._ask(upstream, call, method=method)
+        except BaseException:
+            watch.gone(call.request_id)
+            raise
+        if reply.status != 200:
+            watch.gone(call.request_id)
+            return reply
+        watch.first_token(call.request_id, time.monotonic())  # the reply of a stream begins with its first bytes
+        reply.chunks = _Then(reply.chunks, lambda: watch.gone(call.request_id))
+        return reply
+
     def report(self, url: str, kind: str) -> None:
         """Count a failed exchange."""
         if self.door is not None:
             self.door.metrics.failures.labels(url, kind).inc()
 
     async def _say_policy(self, upstream: Upstream) -> None:
-        found = await probe(upstream.name, lambda path: self.fetch(upstream, path))
+        found = await probe(upstream.name, lambda path: self.fetch(upstream, path), head_start_s=self._head_start_s)
         log.log(logging.WARNING if found.warn else logging.INFO, found.message)
 
     async def _look_after(self, upstream: Upstream) -> None:
@@ -85,6 +113,23 @@ class Gateway(Upstreams):
             )
 
 
+class _Then:
+    """Chunks that say when they are closed."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], closed: Callable[[], None]) -> None:
+        self._chunks, self._closed = chunks, closed
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._chunks
+
+    async def __anext__(self) -> bytes:
+        return await anext(self._chunks)
+
+    async def aclose(self) -> None:
+        self._closed()
+        await self._chunks.aclose()  # type: ignore[attr-defined]
+
+
 def gateway_door(
     urls: Sequence[str],
     options: Options,
@@ -102,7 +147,8 @@ def gateway_door(
     upstreams = Gateway(
         urls,
         auto=window is None and not tag,
-        probes=tag,
+        tags=tag,
+        head_start_s=options.door.head_start_s,
         timeouts=timeouts,
         window=0 if tag else window or FIRST,
         key=key,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from longtail.serve.asgi import Send, respond
 from longtail.serve.calls import Headers, Reply
@@ -29,8 +28,8 @@ class Responder:
         self.status = status
         await respond(self._send, status, [*headers, *self._extra], body)
 
-    async def relay(self, reply: Reply, *, begun: Callable[[], None] | None = None) -> None:
-        """Send a reply on as it comes; closes its chunks whatever happens. ``begun`` is called after the first."""
+    async def relay(self, reply: Reply) -> None:
+        """Send a reply on as it comes; closes its chunks whatever happens."""
         try:
             await self._stop_comments()
             if self.status is None:
@@ -40,9 +39,6 @@ class Responder:
                 return
             async for chunk in reply.chunks:
                 await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
-                if begun is not None:
-                    begun()
-                    begun = None
             await self._end()
         finally:
             close = getattr(reply.chunks, "aclose", None)

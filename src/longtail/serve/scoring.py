@@ -6,7 +6,7 @@ Invariants:
 * A call that could not be scored gets None, and ``failed`` is told why, once.
 * A bad prompt spoils no other call: if a batch fails, its calls are scored one by one.
 
-The built-in kind of ranker (light) is called on the event loop: a prompt takes it some 50 microseconds whatever its
+The built-in kind of ranker (light) is called on the event loop: a prompt takes it 30 to 80 microseconds whatever its
 length, a thread adds up to milliseconds when the loop is busy, and would protect from nothing, because compiled code
 that hangs keeps the interpreter lock.
 """
