@@ -241,6 +241,7 @@ def main() -> None:
         ):
             found[name] = {mode: measure(server) for mode, server in gateways.items()}
             print(f"{name}: {found[name]}", flush=True)
+    os.sched_setaffinity(0, cores)
     common.finish("gateway", quick=args.quick, seeds=[0], arms=found, targets=targets_of(found))
 
 

@@ -156,7 +156,7 @@ class Saved:
     settings; those of a file to go on with must be the same."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path, self.runs = path, {}
+        self.path, self.runs, self.unscored = path, {}, {}
         if not path.exists():
             path.write_text(json.dumps(settings) + "\n")
             return
@@ -165,14 +165,16 @@ class Saved:
             raise SystemExit(f"{path} was measured with {first}, not {json.dumps(settings)}")
         for row in map(json.loads, rest):
             self.runs[row["run"]] = [Answer(*answer) for answer in row["answers"]]
+            self.unscored[row["run"]] = row["unscored"]
 
     def __contains__(self, key: str) -> bool:
         return key in self.runs
 
-    def add(self, key: str, answers: list[Answer]) -> None:
-        self.runs[key] = answers
+    def add(self, key: str, answers: list[Answer], *, unscored: float = 0) -> None:
+        """``unscored``: so many requests the server could not score in time."""
+        self.runs[key], self.unscored[key] = answers, unscored
         with self.path.open("a") as file:
-            file.write(json.dumps({"run": key, "answers": answers}) + "\n")
+            file.write(json.dumps({"run": key, "unscored": unscored, "answers": answers}) + "\n")
 
 
 def asks(work: Work, arm: str, count: int, *, seed: int, head_start_s: float) -> list[Ask]:
@@ -211,8 +213,10 @@ def measure_all(runs: Sequence[Run], server: Server, work: Work, saved: Saved, a
         saved.add(capacity_key(kind, work.name), answers)
         print(f"{kind}, {work.name}: capacity {capacity(saved, kind, work.name):.2f} requests/s", flush=True)
     for run in runs:
-        saved.add(run.key, measure_one(run, server, work, saved, args))
-        tell(run, saved.runs[run.key])
+        before = server.counter("longtail_unscored_total")
+        answers = measure_one(run, server, work, saved, args)
+        saved.add(run.key, answers, unscored=server.counter("longtail_unscored_total") - before)
+        tell(run, answers, saved.unscored[run.key])
 
 
 def warm_up(server: Server, work: Work, args) -> None:
@@ -243,11 +247,13 @@ def capacity(saved: Saved, kind: str, work: str) -> float:
     return load.capacity_per_s(saved.runs[capacity_key(kind, work)])
 
 
-def tell(run: Run, answers: list[Answer]) -> None:
+def tell(run: Run, answers: list[Answer], unscored: float) -> None:
     found = load.summary(answers)
     if "latency_s" in found:
         means = "  ".join(f"{name} {found[name]['mean']:.3f}" for name in load.FIGURES)
         print(f"{run.key:55s} mean {means}  {found['tokens_per_s']:.0f} tok/s in {found['span_s']:.0f} s", flush=True)
+    if run.arm == "ranked" and unscored:
+        print(f"{unscored:.0f} of {len(answers)} requests could not be scored in time", flush=True)
     if found["errors"]:
         print(f"{found['errors']} errors, the first: {next(a.error for a in answers if a.error)}", flush=True)
 
@@ -315,11 +321,14 @@ def describe(name: str, seed: int) -> dict[str, Any]:
 
 def report(runs: Sequence[Run], saved: Saved, about: dict[str, Any], args, **more: Any) -> None:
     found: figures.Figures = {}
-    rounds: dict[tuple[str, str, str, str], list[list[Answer]]] = {}
+    keys: dict[tuple[str, str, str, str], list[str]] = {}
     for run in (run for run in runs if run.key in saved):
-        rounds.setdefault((run.kind, run.work, run.arrivals, run.arm), []).append(saved.runs[run.key])
-    for case, answers in rounds.items():
-        figures.add(found, *case, answers)
+        keys.setdefault((run.kind, run.work, run.arrivals, run.arm), []).append(run.key)
+    for case, rounds in keys.items():
+        figures.add(found, *case, [saved.runs[key] for key in rounds])
+        if case[-1] == "ranked":
+            kind, work, arrivals, arm = case
+            found[kind][work][arrivals][arm]["unscored"] = sum(saved.unscored[key] for key in rounds)
     figures.show(found)
     of_work = dict.fromkeys((run.kind, run.work) for run in runs if run.process != "burst")
     common.finish(

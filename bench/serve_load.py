@@ -252,6 +252,11 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def counter(self, name: str) -> float:
+        """What ``/metrics`` says, over all labels; 0 if it knows no such thing."""
+        samples = [line.split() for line in self._get("/metrics").decode().splitlines() if line.startswith(name)]
+        return sum(float(value) for label, value, *_ in samples if label.split("{")[0] == name)
+
     def _get(self, path: str) -> bytes:
         with urllib.request.urlopen(self.url + path, timeout=10) as reply:
             return reply.read()

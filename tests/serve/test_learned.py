@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
-from longtail.serve.learned import BINS, KEPT, PRIOR_TOKENS, RANKED, Backlog, Served, tau_b
+from longtail.serve.learned import BINS, KEPT, PRIOR_TOKENS, RANKED, Served, tau_b
 
 
 def taught(pairs, cut=False) -> Served:
@@ -169,42 +169,3 @@ def test_odd_ticks_do_not_spoil_the_speed():
     assert served.tokens_per_s == pytest.approx(100)
     served.tick(4.0, 1000, in_flight=1)
     assert served.tokens_per_s == pytest.approx(100)
-
-
-def test_the_backlog_is_what_is_left_of_the_predictions():
-    backlog = Backlog()
-    assert (backlog.tokens, backlog.seconds(None)) == (0, 0)
-    backlog.add("a", 100)
-    backlog.add("b", 50)
-    backlog.progress("a", 30)
-    assert backlog.tokens == pytest.approx(120)
-    assert backlog.seconds(60.0) == pytest.approx(2)
-    assert backlog.seconds(None) is None
-    assert backlog.seconds(0.0) is None
-    backlog.progress("a", 500)  # outgrown, but not ended
-    assert backlog.tokens == pytest.approx(51)
-    backlog.add("b", 10)
-    assert backlog.tokens == pytest.approx(11)
-    backlog.remove("b")
-    backlog.remove("b")
-    backlog.progress("b", 3)
-    assert backlog.tokens == pytest.approx(1)
-    backlog.remove("a")
-    assert backlog.tokens == 0
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "progress", "remove"]), st.integers(0, 4), st.floats(0, 1e5))))
-def test_the_backlog_is_the_sum_over_its_requests(script):
-    backlog, expected, sent = Backlog(), {}, {}
-    for what, id, amount in script:
-        if what == "add":
-            backlog.add(id, amount)
-            expected[id], sent[id] = amount, 0.0
-        elif what == "progress":
-            backlog.progress(id, amount)
-            sent[id] = amount
-        else:
-            backlog.remove(id)
-            expected.pop(id, None)
-        left = sum(max(1.0, amount - sent[id]) for id, amount in expected.items())
-        assert backlog.tokens == pytest.approx(left, abs=1e-6)

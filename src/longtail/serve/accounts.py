@@ -67,15 +67,18 @@ class Accounts:
             left += max(active.expected - sent, 1.0)
         return left
 
-    def backlog_s(self) -> float | None:
-        """The same in seconds at the speed of late; None while no speed is known."""
+    def seconds_for(self, tokens: float) -> float | None:
+        """How long so many tokens take at the speed of late; None while none is known."""
         speed = self.served.tokens_per_s
-        return self.backlog_tokens() / speed if speed else None
+        return tokens / speed if speed else None
 
     def gauges(self) -> Iterable[GaugeValue]:
-        yield "longtail_backlog_tokens", "Predicted tokens still to generate", {}, self.backlog_tokens()
-        yield "longtail_backlog_seconds", "The same in seconds at the speed of late", {}, self.backlog_s()
+        backlog = self.backlog_tokens()
+        yield "longtail_backlog_tokens", "Predicted tokens still to generate", {}, backlog
+        yield "longtail_backlog_seconds", "The same in seconds at the speed of late", {}, self.seconds_for(backlog)
         yield "longtail_tokens_per_second", "Speed of late while busy", {}, self.served.tokens_per_s
+        text = "Share of the latest answers that hit their token limit"
+        yield "longtail_cut_share", text, {}, self.served.cut_share()
         yield "longtail_ranker_tau", "Kendall tau of rank and true length, last 500", {}, self.served.tau()
 
     def _close(self, active: Active) -> None:

@@ -328,7 +328,7 @@ class FrontDoor:
         return replace(call, deadline_s=deadline_s, priority=priority)
 
     def _full(self, problem: str) -> ApiError:
-        seconds = self.accounts.backlog_s()
+        seconds = self.accounts.seconds_for(self.hold.queue.cost)
         wait_s = 1.0 if seconds is None else min(60.0, max(1.0, seconds / 2))
         return ApiError(429, f"{problem} Try again in {wait_s:.0f} s.", code="queue_full", retry_after_s=wait_s)
 

@@ -6,7 +6,6 @@ Lengths are tokens of one answer. Answers that were cut off count with the lengt
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 
 import numpy as np
 
@@ -136,48 +135,3 @@ def tau_b(x: np.ndarray, y: np.ndarray) -> tuple[float | None, str | None]:
         return None, "all lengths are equal"
     of_x, of_y = (np.sign(np.subtract.outer(v, v)).astype(np.float32).ravel() for v in (x, y))
     return float(of_x @ of_y) / math.sqrt(float(of_x @ of_x) * float(of_y @ of_y)), None
-
-
-class Backlog:
-    """Tokens that are predicted to be generated still for requests that wait or are in flight; each operation O(1).
-
-    A request that has outgrown its prediction counts as one token: it has not ended.
-    """
-
-    def __init__(self) -> None:
-        self._left: dict[Hashable, float] = {}
-        self._expected: dict[Hashable, float] = {}
-        self._tokens = 0.0
-
-    @property
-    def tokens(self) -> float:
-        return self._tokens
-
-    def seconds(self, tokens_per_s: float | None) -> float | None:
-        """How long the work takes at this speed; None while the speed is unknown or 0 and there is work."""
-        if not self._left:
-            return 0.0
-        return self._tokens / tokens_per_s if tokens_per_s else None
-
-    def add(self, id: Hashable, expected: float) -> None:
-        """A new request; one that is there starts again."""
-        self.remove(id)
-        self._expected[id] = expected
-        self._set(id, expected)
-
-    def progress(self, id: Hashable, sent: float) -> None:
-        """``sent`` tokens of a request are there, from its start; nothing for a request that is gone."""
-        if id in self._left:
-            self._set(id, self._expected[id] - sent)
-
-    def remove(self, id: Hashable) -> None:
-        """A request has ended, or was given up; safe to call twice."""
-        self._tokens -= self._left.pop(id, 0.0)
-        self._expected.pop(id, None)
-        if not self._left:
-            self._tokens = 0.0  # no rounding errors are carried on
-
-    def _set(self, id: Hashable, left: float) -> None:
-        left = max(1.0, left)
-        self._tokens += left - self._left.get(id, 0.0)
-        self._left[id] = left
