@@ -167,10 +167,13 @@ class FakeUpstream:
     async def _stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        tasks = list(self._connections)
-        for task in tasks:
+        connections = dict(self._connections)
+        for task in connections:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*connections, return_exceptions=True)
+        for writer in connections.values():
+            writer.transport.abort()
+        await asyncio.sleep(0)
 
     # Connections
 
