@@ -217,6 +217,7 @@ class FakeUpstream:
                     if await next_byte:
                         await work
             if not work.done():
+                writer.transport.abort()
                 self._move(request, "gone")
                 return b""
             try:

@@ -263,6 +263,15 @@ def test_what_is_served_is_recorded_and_can_be_trained_on(tmp_path):
     assert (data.lengths == 5).all()
 
 
+def test_streams_without_usage_are_counted_by_their_events(tmp_path):
+    path = tmp_path / "served.jsonl"
+    options = Options(record=path, record_prompts=True)
+    with FakeUpstream(plan=Plan(tokens=7, usage=False)) as fake, gate(fake.url, options=options) as server:
+        answer = ask(server, "streamed", stream=True)
+        assert [name for name in answer.headers if answer.headers.get_list(name)[1:]] == []
+    assert read_lengths(path).lengths.tolist() == [7]
+
+
 def test_features_are_recorded_where_prompts_may_not_be(tmp_path):
     path = tmp_path / "served.jsonl"
     with FakeUpstream() as fake, gate(fake.url, options=Options(record=path)) as server:

@@ -301,6 +301,7 @@ def test_a_server_that_does_not_speak_http_is_a_clear_error() -> None:
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b"220 mail.example ESMTP\r\n\r\n")
+            writer.close()
 
         server = await asyncio.start_server(talk, "127.0.0.1", 0)
         async with FakeUpstream() as fake:

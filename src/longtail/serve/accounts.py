@@ -89,6 +89,9 @@ class Accounts:
         if outcome is not None:
             if outcome.failure is not None and outcome.upstream is None:  # upstreams report their own
                 m.failures.labels("", outcome.failure).inc()
+            if outcome.output_tokens is None and outcome.failure is None:
+                # Streams tell their tokens only if the client asked for it; most servers send an event for each.
+                outcome.output_tokens = outcome.streamed_tokens or None
             self._sent_tokens += outcome.output_tokens or outcome.streamed_tokens
             if outcome.failure is None and active.status == 200 and outcome.output_tokens:
                 self._learn(active, outcome, outcome.output_tokens, now_s)

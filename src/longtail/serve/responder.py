@@ -12,6 +12,9 @@ EVENT_STREAM = b"text/event-stream"
 CLOSING = frozenset({401, 408, 413, 415})
 """Statuses after which the rest of the request is not worth reading."""
 
+OURS = frozenset({b"x-request-id", b"date"})
+"""Of a relayed answer's headers: those that this server sets."""
+
 
 class Responder:
     """Exactly one answer goes out, whatever happens in between. ``extra`` headers are part of every answer."""
@@ -79,7 +82,8 @@ class Responder:
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
         self._streaming = any(k == b"content-type" and v.startswith(EVENT_STREAM) for k, v in headers)
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._extra]})
+        kept = [(name, value) for name, value in headers if name not in OURS]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*kept, *self._extra]})
 
     async def _event_of(self, reply: Reply) -> None:
         body = b"".join([chunk async for chunk in reply.chunks]).strip()
