@@ -57,7 +57,7 @@ ARMS = ("fcfs", "ranked", "prompt length", "random", "oracle")
 MAIN_ARMS = ("fcfs", "ranked", "oracle")
 LOADS = (LOW, 1.0, 1.3)
 SLOTS = 16
-TOKENS_PER_S, START_S = 165, 45
+TOKENS_PER_S, START_S = 150, 45
 """For the estimate only."""
 
 
@@ -220,7 +220,7 @@ def measure_all(runs: Sequence[Run], server: Server, work: Work, saved: Saved, a
 
 
 def warm_up(server: Server, work: Work, args) -> None:
-    few = [ask for arm in ("fcfs", "ranked") for ask in asks(work, arm, 16, seed=args.seed, head_start_s=0.0)]
+    few = [ask for arm in ("fcfs", "ranked") for ask in asks(work, arm, SLOTS // 2, seed=args.seed, head_start_s=0.0)]
     answers = asyncio.run(load.run_closed(server.url, server.model, few, SLOTS))
     for problem in {a.error for a in answers if a.error}:
         raise RuntimeError(f"{server.name} fails at the warm-up: {problem} (see {server.log})")
@@ -275,7 +275,7 @@ def main() -> None:
     p = common.parser(__doc__ or "")
     p.add_argument("--only", choices=KINDS, nargs="*", default=list(KINDS), help="only these servers")
     p.add_argument("--works", choices=WORKS, nargs="*", default=list(WORKS), help="only these works")
-    p.add_argument("--minutes", type=float, default=0.6, help="length of each run with arrivals at a rate")
+    p.add_argument("--minutes", type=float, default=0.5, help="length of each run with arrivals at a rate")
     p.add_argument("--resume", type=Path, help="file of saved runs to go on with")
     p.add_argument("--head-start", type=float, help="seconds (default: as longtail serve)")
     p.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the model")
@@ -286,7 +286,7 @@ def main() -> None:
     )
     args = p.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
-    args.burst = 32 if args.quick else BURST
+    args.burst = 24 if args.quick else BURST
     if args.head_start is None:
         from longtail.serve.front import DoorSettings
 

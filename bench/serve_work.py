@@ -54,7 +54,7 @@ TOKENS_PER_WORD = 4 / 3
 MIX_LIMIT = 4096
 """Tokens at which a server would cut off R1's answers; comes to lie at the cap of the mix."""
 MIX_SHARES = {"chat": 0.4, "math": 0.2, "code": 0.2, "reasoning": 0.2}
-CAPS = {"larger model": 128, "mix": 256, "hard": 80}
+CAPS = {"larger model": 112, "mix": 256, "hard": 72}
 """Tokens; chosen so that a mean answer has 30 to 50, and a burst of 200 takes about a minute."""
 CODE = re.compile(
     r"```|\b(python|java|javascript|typescript|c\+\+|c#|rust|golang|sql|html|css|bash|regex|code|script|function|class"
@@ -256,10 +256,12 @@ def about(work: Work, score: Callable[[list[str]], np.ndarray]) -> dict[str, Any
 
     asked = work.asked.take(work.draw(min(BURST, len(work.asked.prompts))))
     tokens, chars = asked.lengths, np.array([len(p) for p in asked.prompts])
+    kinds = np.array(asked.kinds)
     return {
         "requests": len(tokens),
         "cap": work.cap,
         "mean_tokens": round(float(tokens.mean()), 1),
+        "mean_tokens_by_kind": {k: round(float(tokens[kinds == k].mean()), 1) for k in dict.fromkeys(asked.kinds)},
         "tokens_p10_p50_p90": [int(q) for q in np.percentile(tokens, [10, 50, 90])],
         "share_at_cap": round(float((tokens >= work.cap).mean()), 3),
         "mean_prompt_chars": round(float(chars.mean())),
