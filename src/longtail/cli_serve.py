@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longtail.cli_common import BAD_INPUT, INTERRUPTED, fail, print_error, stderr, stdout
+from longtail.planner.deadline import HEAD_START_S
 
 if TYPE_CHECKING:
     from longtail.serve.build import Options
@@ -144,7 +145,7 @@ def serve(
     port: Port = 8000,
     order: OrderOption = Order.RANKED,
     ranker: RankerOption = None,
-    max_head_start: HeadStart = 60.0,
+    max_head_start: HeadStart = HEAD_START_S,
     max_wait: MaxWait = 300.0,
     score_within: ScoreWithin = 50.0,
     max_queue: MaxQueue = 2000,
@@ -214,7 +215,7 @@ def gateway(
     port: Port = 8100,
     order: OrderOption = Order.RANKED,
     ranker: RankerOption = None,
-    max_head_start: HeadStart = 60.0,
+    max_head_start: HeadStart = HEAD_START_S,
     max_wait: MaxWait = 300.0,
     score_within: ScoreWithin = 50.0,
     max_queue: MaxQueue = 2000,

@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.core.errors import RankerError
-from longtail.planner.deadline import as_priority
+from longtail.planner.deadline import HEAD_START_S, as_priority
 from longtail.serve import plugin
 from longtail.serve import sglang as plugged
 from longtail.serve.sglang import UNRANKED_BEFORE_SAYING, SchedulerHook, obstacle, register
@@ -239,7 +239,7 @@ def test_text_is_found_wherever_a_request_has_it_and_else_its_length_counts_as_a
     manager, _ = sglang()
     begun_s = time.time()
     ask(manager, (copy.copy(obj), request_))
-    head_start_s = 60 * quantile
+    head_start_s = HEAD_START_S * quantile
     (request,) = manager.schedulers[0]
     assert as_priority(begun_s + head_start_s) - 1 <= request.priority <= as_priority(time.time() + head_start_s) + 1
 

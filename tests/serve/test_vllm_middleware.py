@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longtail.planner.deadline import UNKNOWN_QUANTILE, as_priority
+from longtail.planner.deadline import HEAD_START_S, UNKNOWN_QUANTILE, as_priority
 from longtail.serve import plugin, vllm
 from longtail.serve.vllm import RankMiddleware, scheduling_policy
 
@@ -170,7 +170,7 @@ def serve(app: FakeVllm, *calls: dict[str, Any]) -> tuple[RankMiddleware, float,
 
 
 def at_quantile(
-    priority: int | None, quantile: float, begun_s: float, ended_s: float, head_start_s: float = 60
+    priority: int | None, quantile: float, begun_s: float, ended_s: float, head_start_s: float = HEAD_START_S
 ) -> bool:
     ahead_s = head_start_s * quantile
     return priority is not None and as_priority(begun_s + ahead_s) - 1 <= priority <= as_priority(ended_s + ahead_s) + 1

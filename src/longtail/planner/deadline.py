@@ -9,6 +9,8 @@ a fixed integer priority. Near-shortest-first by a predicted rank is PARS (arXiv
 
 from __future__ import annotations
 
+HEAD_START_S = 20.0
+"""H by default: some times as long as an answer usually takes. docs/serving.md has what other values do."""
 UNKNOWN_QUANTILE = 0.5
 """For requests that could not be scored: among each other they keep their order of arrival."""
 PRIORITY_EPOCH_S = 1_577_836_800.0

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longtail import __version__
-from longtail.planner.deadline import as_priority, of_priority, virtual_deadline
+from longtail.planner.deadline import HEAD_START_S, as_priority, of_priority, virtual_deadline
 from longtail.serve.accounts import Accounts, Active
 from longtail.serve.asgi import ClientGone, Receive, Scope, Send, header, read_body, while_connected
 from longtail.serve.body import given_priority, parse, prompts_of, samples_of, with_priority
@@ -63,7 +63,7 @@ class DoorSettings:
 
     ranked: bool = True
     tag: bool = False
-    head_start_s: float = 60.0
+    head_start_s: float = HEAD_START_S
     trust_priority: bool = False
     body_limit: int = 32 * 2**20
     body_within_s: float = 60.0

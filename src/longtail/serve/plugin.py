@@ -18,7 +18,7 @@ from typing import Any
 
 from longtail.core.errors import ConfigError
 from longtail.lengths.ranker import Ranker
-from longtail.planner.deadline import as_priority, virtual_deadline
+from longtail.planner.deadline import HEAD_START_S, as_priority, virtual_deadline
 from longtail.serve.scoring import Quantiles, Scorer
 
 ORDER, RANKED, FCFS = "LONGTAIL_ORDER", "ranked", "fcfs"
@@ -33,7 +33,7 @@ class PluginSettings:
     ``ranker``: a saved one, None for the package's. ``trust_priority``: a priority that the client asks for counts."""
 
     ranked: bool = True
-    head_start_s: float = 60.0
+    head_start_s: float = HEAD_START_S
     ranker: Path | None = None
     trust_priority: bool = False
 

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from longtail.planner.deadline import HEAD_START_S
+
 Get = Callable[[str], Awaitable[tuple[int, bytes]]]
 ServerKind = Literal["vllm", "sglang", "unknown"]
 
@@ -27,7 +29,7 @@ class PolicyFound:
     warn: bool
 
 
-async def probe(url: str, get: Get, *, head_start_s: float = 60.0) -> PolicyFound:
+async def probe(url: str, get: Get, *, head_start_s: float = HEAD_START_S) -> PolicyFound:
     """Ask the server at ``url``; ``get(path)`` gives status and body of a GET there, and may raise. Priorities of calls
     that wait together differ by up to ``head_start_s`` seconds.
 

@@ -39,7 +39,7 @@ class RankMiddleware:
 
     Settings are environment variables of the server:
 
-    * ``LONGTAIL_MAX_HEAD_START``: seconds by which a short request may overtake a long one; 60 if unset.
+    * ``LONGTAIL_MAX_HEAD_START``: seconds by which a short request may overtake a long one; 20 if unset.
     * ``LONGTAIL_RANKER``: folder of a ranker that ``longtail rank train`` made; the package's if unset.
     * ``LONGTAIL_TRUST_PRIORITY``: 1 keeps a priority that the client asks for, in the header or the body (the scale is
       milliseconds since 2020; small numbers go before everything). 0 (default) overrides it.
