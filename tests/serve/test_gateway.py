@@ -1,13 +1,18 @@
 """The gateway as a whole: clients before it, servers behind it, faults on both sides."""
 
+import asyncio
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import aiohttp
 import httpx
 import numpy as np
 import openai
 import pytest
+import yaml
 
 from longtail.lengths.data import read_lengths
 from longtail.serve import gateway as gateway_module
@@ -242,6 +247,64 @@ def test_a_window_is_found_from_the_servers_own_figures(monkeypatch):
             until(lambda: len(server.door.hold.queue) >= 10)
             let.set()
             assert {w.result().status_code for w in work} == {200}
+
+
+def test_nothing_is_claimed_of_a_server_that_ignores_priorities(monkeypatch, caplog):
+    info = json.dumps({"vllm_config": {"scheduler_config": {"policy": "fcfs"}}}).encode()
+
+    async def ask_server(self, upstream, path):
+        return (200, info) if path.startswith("/server_info") else (200, b"{}")
+
+    monkeypatch.setattr(gateway_module.Gateway, "fetch", ask_server)
+    with FakeUpstream() as fake, gate(fake.url, tag=True) as server:
+        health = client.get(server.url + "/health").json()
+        assert health["order"] == f"fcfs: priorities are ignored by {fake.url}"
+        assert server.metric("longtail_priorities_ignored", upstream=fake.url) == 1
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("priorities are ignored there" in line and "--mode hold" in line for line in said)
+
+
+@pytest.mark.slow
+def test_far_too_many_requests_are_answered_or_told_to_come_back():
+    """5,000 at once on two slow servers and a queue of 500: all get an answer or a 429 with a time."""
+
+    async def ask_all(url):
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+
+            async def one(i):
+                body = {"model": "m", "prompt": f"rank 0.{i}", "max_tokens": 4}
+                async with session.post(url + "/v1/completions", json=body) as answer:
+                    await answer.read()
+                    return answer.status, answer.headers.get("retry-after-ms")
+
+            return await asyncio.gather(*map(one, range(5000)))
+
+    plan = Plan(wait_s=0.02, tokens=4)
+    with FakeUpstream(plan=plan) as a, FakeUpstream(plan=plan) as b:
+        with gate(a.url, b.url, window=8, options=Options(max_queue=500)) as server:
+            answers = asyncio.run(ask_all(server.url))
+        statuses = [status for status, _ in answers]
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) == len(a.requests) + len(b.requests) >= 516
+        assert all(int(wait) >= 1000 for status, wait in answers if status == 429)
+        assert max(a.most_open, b.most_open) <= 8
+
+
+def test_the_autoscaling_example_uses_figures_that_exist():
+    folder = Path(__file__).parent.parent.parent / "examples" / "autoscale"
+    texts = [path.read_text() for path in folder.glob("*.yaml")]
+    assert len([list(yaml.safe_load_all(text)) for text in texts]) == 4
+    wanted = {name for text in texts for name in re.findall(r"longtail_[a-z_]+", text)} - {
+        "longtail_backlog_server_seconds"  # what the adapter's rule makes
+    }
+    with FakeUpstream() as fake, gate(fake.url, ranker=ByNumber()) as server:
+        for i in range(60):
+            assert ask(server, f"rank 0.{i:02d}", max_tokens=1 + i).status_code == 200
+        exported = client.get(server.url + "/metrics").text
+    described = set(re.findall(r"^# TYPE (\S+)", exported, re.MULTILINE))
+    sometimes = {"longtail_ranker_tau", "longtail_priorities_ignored"}  # once they are known
+    assert wanted <= described | sometimes
 
 
 def test_a_server_that_tells_nothing_is_said_once(monkeypatch, caplog):

@@ -339,7 +339,7 @@ class FrontDoor:
             "ok": ok,
             "version": __version__,
             "draining": self.draining,
-            "order": "ranked" if self.settings.ranked else "fcfs",
+            "order": self._order(backend),
             "mode": "tag" if self.settings.tag else "hold",
             "max_head_start_s": self.settings.head_start_s,
             "waiting": len(self.hold.queue),
@@ -348,11 +348,19 @@ class FrontDoor:
         }
         return (200 if ok else 503), found
 
+    def _order(self, backend: dict[str, Any]) -> str:
+        """What can be claimed of the order: a tag changes nothing where priorities are ignored."""
+        if not self.settings.ranked:
+            return "fcfs"
+        ignoring = [u["url"] for u in backend.get("upstreams", ()) if u.get("priorities_ignored")]
+        return f"fcfs: priorities are ignored by {', '.join(ignoring)}" if ignoring else "ranked"
+
     def _gauges(self) -> Iterable[GaugeValue]:
         """What is known at a scrape and not counted as it happens."""
         yield "longtail_waiting", "Requests held back here", {}, float(len(self.hold.queue))
         yield "longtail_in_flight", "Samples at the backend", {}, float(self.hold.in_flight)
-        yield "longtail_window", "Samples that may be at the backend at once", {}, float(self.backend.window)
+        window = None if self.settings.tag else float(self.backend.window)
+        yield "longtail_window", "Samples that may be at the backend at once", {}, window
         yield "longtail_oldest_wait_seconds", "Longest wait of those held back", {}, self.hold.oldest_s()
         yield "longtail_draining", "1 while shutting down", {}, float(self.draining)
         yield from self.accounts.gauges()
