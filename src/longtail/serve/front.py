@@ -40,6 +40,8 @@ from longtail.serve.scoring import Scorer
 log = logging.getLogger("longtail.serve")
 
 GENERATING = (COMPLETIONS, CHAT)
+HEALTH, LIVE = "/health", "/live"
+OPEN_PATHS = (HEALTH, LIVE)
 DROPPED = frozenset(
     b"host connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade content-length expect accept-encoding cookie x-request-id".split()
@@ -174,9 +176,9 @@ class FrontDoor:
             _only(method, "GET")
             reply = await self.backend.get(path, tuple(self._forwarded(scope, key)))
             await while_connected(receive, responder.relay(reply))
-        elif path == "/health":
-            _only(method, "GET")
-            status, found = self._health()
+        elif path in OPEN_PATHS:
+            _only("GET" if method == "HEAD" else method, "GET")
+            status, found = self._health() if path == HEALTH else (200, {"ok": True})
             await responder.whole(status, _JSON, json.dumps(found).encode())
         elif path == "/metrics":
             _only(method, "GET")
@@ -191,8 +193,8 @@ class FrontDoor:
             raise ApiError(404, f"There is no {method} {path[:80]!r} here.", code="not_found")
 
     def _authenticate(self, scope: Scope) -> ApiKey:
-        """The caller's key; who asks for health (and for metrics, if they are open) needs none."""
-        open_ = scope["path"] == "/health" or (scope["path"] == "/metrics" and self.settings.open_metrics)
+        """The caller's key; who asks whether it lives (and for metrics, if they are open) needs none."""
+        open_ = scope["path"] in OPEN_PATHS or (scope["path"] == "/metrics" and self.settings.open_metrics)
         if self._keys is None or open_:
             return ANONYMOUS
         return self._keys.authenticate(header(scope, b"authorization"))
