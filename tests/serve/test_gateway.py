@@ -196,10 +196,40 @@ def test_weights_share_the_server_between_keys(tmp_path):
 
 def test_other_calls_of_the_api_pass_through_and_nothing_else_does():
     with FakeUpstream(plan=Plan(body=b'{"data": [1]}')) as fake, gate(fake.url) as server:
-        assert client.post(server.url + "/v1/embeddings", json={"input": "x"}).json() == {"data": [1]}
-        for path in ("/sleep", "/v1/../sleep", "/v1/..%2fsleep", "/v1//sleep", "/collective_rpc", "/v1/%2e%2e/x"):
+        sent = {"input": "x", "priority": -5}
+        assert client.post(server.url + "/v1/embeddings", json=sent).json() == {"data": [1]}
+        assert client.post(server.url + "/v1/audio/transcriptions", files={"file": b"abc"}).json() == {"data": [1]}
+        for path in (
+            "/sleep",
+            "/v1/../sleep",
+            "/v1//sleep",
+            "/collective_rpc",
+            "/v1/%2e%2e/x",
+            "/v1/load_lora_adapter",
+        ):
             assert client.post(server.url + path, json={}).status_code == 404
-        assert [request.path for request in fake.requests] == ["/v1/embeddings"]
+        assert client.get(server.url + "/v1/embeddings").status_code == 405
+        assert [request.path for request in fake.requests] == ["/v1/embeddings", "/v1/audio/transcriptions"]
+        assert fake.requests[0].json() == {"input": "x"}
+        assert b"abc" in fake.requests[1].body
+
+
+def test_responses_and_messages_are_ordered_like_the_rest():
+    let = threading.Event()
+    plan = Plan(hold=let, body=b'{"ok": true}')
+    with FakeUpstream(plan=plan) as fake, gate(fake.url, ranker=ByNumber()) as server, ThreadPoolExecutor(3) as pool:
+        work = [pool.submit(ask, server, "rank 0")]
+        fake.wait(lambda: len(fake.requests) == 1)
+        bodies = [
+            ("/v1/responses", {"input": "rank 0.9"}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "rank 0.1"}]}),
+        ]
+        for number, (path, body) in enumerate(bodies, start=1):
+            work.append(pool.submit(client.post, server.url + path, json=body))
+            until(lambda number=number: len(server.door.hold.queue) == number)
+        let.set()
+        assert {w.result().status_code for w in work} == {200}
+        assert [request.path for request in fake.requests[1:]] == ["/v1/messages", "/v1/responses"]
 
 
 def test_a_client_that_leaves_ends_the_work_upstream():

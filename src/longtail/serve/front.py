@@ -27,7 +27,7 @@ from longtail.planner.deadline import HEAD_START_S, as_priority, of_priority, vi
 from longtail.serve.accounts import Accounts, Active
 from longtail.serve.asgi import ClientGone, Receive, Scope, Send, header, read_body, while_connected
 from longtail.serve.body import given_priority, parse, prompts_of, samples_of, with_priority
-from longtail.serve.calls import CHAT, COMPLETIONS, Backend, Call, Headers
+from longtail.serve.calls import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Backend, Call, Headers
 from longtail.serve.errors import ApiError
 from longtail.serve.hold import Draining, Hold
 from longtail.serve.keys import ANONYMOUS, ApiKey, Keys
@@ -39,7 +39,18 @@ from longtail.serve.scoring import Scorer
 
 log = logging.getLogger("longtail.serve")
 
-GENERATING = (COMPLETIONS, CHAT)
+GENERATING = frozenset({COMPLETIONS, CHAT})
+"""What every backend is asked for."""
+ELSEWHERE = frozenset({RESPONSES, MESSAGES})
+"""What upstream servers may be able to answer too; ordered like the others."""
+PASSED = frozenset(
+    f"/v1/{name}"
+    for name in (
+        "embeddings", "rerank", "score", "classify", "pooling", "moderations", "tokenize", "detokenize",
+        "audio/transcriptions", "audio/translations", "audio/speech", "images/generations",
+    )
+)  # fmt: skip
+"""What is handed to an upstream as it is, at once. A list, because servers have administration under /v1 too."""
 HEALTH, LIVE = "/health", "/live"
 OPEN_PATHS = (HEALTH, LIVE)
 DROPPED = frozenset(
@@ -49,8 +60,7 @@ DROPPED = frozenset(
 """Of a client's headers: hop-by-hop ones, and those that the next server must have from us."""
 PRIORITY_HEADER = b"x-vllm-priority"
 _MODEL_PATH = re.compile(r"/v1/models(/[A-Za-z0-9_-][A-Za-z0-9_.:-]*)+")
-_PLAIN_PATH = re.compile(r"/v1(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)+")
-"""No dots at the start of a part: a path must not climb out of /v1 at the upstream."""
+"""No dots at the start of a part: a path must not climb out of /v1/models at the upstream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +104,7 @@ class FrontDoor:
         self._keys, self._recorder = keys, recorder
         self._document = document or {}
         self._passes_through = passes_through
+        self._generating = GENERATING | ELSEWHERE if passes_through else GENERATING
         self.metrics = Metrics(self._gauges)
         self.accounts = Accounts(self.metrics, recorder, in_flight=lambda: hold.in_flight)
         self.draining = False
@@ -164,12 +175,12 @@ class FrontDoor:
         finally:
             self._tasks.discard(task)
             if responder.status is not None:
-                path = scope["path"] if scope["path"] in GENERATING else "other"
+                path = scope["path"] if scope["path"] in self._generating else "other"
                 self.metrics.requests.labels(client, path, str(responder.status)).inc()
 
     async def _route(self, scope: Scope, receive: Receive, responder: Responder, key: ApiKey, request_id: str) -> None:
         method, path = scope["method"], scope["path"]
-        if path in GENERATING:
+        if path in self._generating:
             _only(method, "POST")
             await self._generate(scope, receive, responder, key, request_id)
         elif path == "/v1/models" or _MODEL_PATH.fullmatch(path):
@@ -187,7 +198,8 @@ class FrontDoor:
         elif path == "/openapi.json":
             _only(method, "GET")
             await responder.whole(200, _JSON, json.dumps(self._document).encode())
-        elif self._passes_through and method == "POST" and _PLAIN_PATH.fullmatch(path):
+        elif self._passes_through and path in PASSED:
+            _only(method, "POST")
             await self._pass(scope, receive, responder, key, request_id)
         else:
             raise ApiError(404, f"There is no {method} {path[:80]!r} here.", code="not_found")
@@ -209,22 +221,20 @@ class FrontDoor:
         body = await self._body(scope, receive)
         call = self._call(scope, key, body, parse(body), request_id, arrival_s)
         self.backend.check(call)
-        given = given_priority(call.fields, header(scope, PRIORITY_HEADER)) if self._trusts(key) else None
+        given = self._given(scope, key, call.fields)
         await while_connected(receive, self._serve(call, key, given, responder))
 
     async def _pass(self, scope: Scope, receive: Receive, responder: Responder, key: ApiKey, request_id: str) -> None:
-        """Other calls of the API (embeddings, ...): as they are, at once."""
+        """Other calls of the API (embeddings, ...): at once, and as they are but for a priority that does not count."""
         self._refuse_when_draining()
         body = await self._body(scope, receive)
-        call = Call(
-            request_id=request_id,
-            path=scope["path"],
-            body=body,
-            fields={},
-            headers=tuple(self._forwarded(scope, key)),
-            client=key.name,
-            arrival_s=time.monotonic(),
-        )
+        try:
+            fields = parse(body)
+        except ApiError:
+            fields = {}  # audio and the like
+        call = self._call(scope, key, body, fields, request_id, time.monotonic())
+        if fields:
+            call = self._ordered(call, self._given(scope, key, fields))
 
         async def answer() -> None:
             await responder.relay(await self.backend.answer(call))
@@ -257,6 +267,10 @@ class FrontDoor:
             samples=samples_of(path, fields),
             arrival_s=arrival_s,
         )
+
+    def _given(self, scope: Scope, key: ApiKey, fields: dict[str, Any]) -> int | None:
+        """The client's own priority, where it counts."""
+        return given_priority(fields, header(scope, PRIORITY_HEADER)) if self._trusts(key) else None
 
     def _trusts(self, key: ApiKey) -> bool:
         return key.allow_priority or (self._keys is None and self.settings.trust_priority)

@@ -116,7 +116,7 @@ class Exported:
             from prometheus_client import Counter as Total
             from prometheus_client import Gauge
 
-            self._requests = Total("longtail_requests", "Requests by whether they were scored", ["scored"])
+            self._requests = Total("longtail_plugin_requests", "Requests by whether they were scored", ["scored"])
             self._unscored = Total("longtail_unscored", "Requests that keep their order of arrival", ["reason"])
             self._ignored = Gauge(
                 "longtail_policy_ignores_priorities",

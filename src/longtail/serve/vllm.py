@@ -48,7 +48,7 @@ class RankMiddleware:
     A value that cannot be used stops the server at start. Requests of other paths, of token ids, or that could not be
     scored in time get the priority of an average length; none is delayed by more than the scorer's deadline or refused.
     Only bodies of the two completion paths are read, up to 32 MB, and they go on as they came. ``/metrics`` has
-    ``longtail_requests_total``, ``longtail_unscored_total`` and ``longtail_policy_ignores_priorities``.
+    ``longtail_plugin_requests_total``, ``longtail_unscored_total`` and ``longtail_policy_ignores_priorities``.
     """
 
     def __init__(self, app: App) -> None:
