@@ -198,7 +198,7 @@ def gateway(
         typer.Option(
             "--mode",
             help="hold: keep requests here and release them in order (any server). tag: pass them on at once with a "
-            "priority (vLLM and SGLang with priority scheduling).",
+            "priority (vLLM with --scheduling-policy priority).",
             rich_help_panel=ORDERING,
         ),
     ] = Mode.HOLD,
