@@ -364,7 +364,7 @@ def _window(text: str) -> int | None:
 def _secret(variable: str | None) -> str | None:
     if variable is None:
         return None
-    value = os.environ.get(variable)
+    value = os.environ.get(variable, "").strip()
     if not value:
         print_error(f"--upstream-key-env {variable}: this environment variable is not set.")
         raise typer.Exit(BAD_INPUT)

@@ -97,10 +97,10 @@ class Gateway(Upstreams):
                 continue
             try:
                 status, body = await self.fetch(upstream, "/metrics")
+                load = read_load(body.decode(errors="replace")) if status == 200 else None
             except Exception as error:
                 log.info("%s/metrics: %s", upstream.name, type(error).__name__)
                 continue
-            load = read_load(body.decode(errors="replace")) if status == 200 else None
             if load is None:
                 self._say_blind(upstream)
                 continue

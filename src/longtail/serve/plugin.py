@@ -18,12 +18,10 @@ from typing import Any
 
 from longtail.core.errors import ConfigError
 from longtail.lengths.ranker import Ranker
-from longtail.planner.deadline import HEAD_START_S, as_priority, virtual_deadline
+from longtail.planner.deadline import HEAD_START_S, MOST_HEAD_START_S, as_priority, virtual_deadline
 from longtail.serve.scoring import Quantiles, Scorer
 
 ORDER, RANKED, FCFS = "LONGTAIL_ORDER", "ranked", "fcfs"
-MOST_HEAD_START_S = 1e6
-"""Above it, priorities would come close to what an int64 holds."""
 SCORE_WITHIN_S = 0.05
 
 
