@@ -198,7 +198,7 @@ def gateway(
         typer.Option(
             "--mode",
             help="hold: keep requests here and release them in order (any server). tag: pass them on at once with a "
-            "priority (vLLM and SGLang with priority scheduling).",
+            "priority (vLLM with --scheduling-policy priority).",
             rich_help_panel=ORDERING,
         ),
     ] = Mode.HOLD,
@@ -364,7 +364,7 @@ def _window(text: str) -> int | None:
 def _secret(variable: str | None) -> str | None:
     if variable is None:
         return None
-    value = os.environ.get(variable)
+    value = os.environ.get(variable, "").strip()
     if not value:
         print_error(f"--upstream-key-env {variable}: this environment variable is not set.")
         raise typer.Exit(BAD_INPUT)

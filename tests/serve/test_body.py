@@ -73,6 +73,9 @@ def test_the_last_user_message_ranks_a_chat_and_every_text_a_completion():
     assert prompts_of(COMPLETIONS, {"prompt": ["a", "b"]}) == ("a", "b")
     for nothing in ({}, {"prompt": [1, 2]}, {"prompt": None}, {"prompt": ["a", 1]}, {"prompt": 3}):
         assert prompts_of(COMPLETIONS, nothing) == ()
+    assert prompts_of("/v1/responses", {"input": "a"}) == ("a",)
+    assert prompts_of("/v1/responses", {"input": [{"role": "user", "content": "b"}]}) == ("b",)
+    assert prompts_of("/v1/messages", {"messages": messages}) == ("hi",)
     for nothing in ({"messages": 3}, {"messages": [{"role": "user", "content": 3}]}):
         assert prompts_of(CHAT, nothing) == ()
 

@@ -433,6 +433,15 @@ def test_what_is_not_done_in_time_ends_with_a_clear_error():
         assert server.ended.wait(10)
 
 
+def test_a_server_lives_while_nobody_behind_it_answers():
+    backend = FakeBackend()
+    with running(door(backend)) as server:
+        backend.up = False
+        assert client.get(server.url + "/health").status_code == 503
+        assert client.head(server.url + "/health").status_code == 503
+        assert client.get(server.url + "/live").status_code == 200
+
+
 def test_health_says_when_it_drains():
     made = door(FakeBackend())
 

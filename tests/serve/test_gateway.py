@@ -1,13 +1,18 @@
 """The gateway as a whole: clients before it, servers behind it, faults on both sides."""
 
+import asyncio
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import aiohttp
 import httpx
 import numpy as np
 import openai
 import pytest
+import yaml
 
 from longtail.lengths.data import read_lengths
 from longtail.serve import gateway as gateway_module
@@ -191,10 +196,40 @@ def test_weights_share_the_server_between_keys(tmp_path):
 
 def test_other_calls_of_the_api_pass_through_and_nothing_else_does():
     with FakeUpstream(plan=Plan(body=b'{"data": [1]}')) as fake, gate(fake.url) as server:
-        assert client.post(server.url + "/v1/embeddings", json={"input": "x"}).json() == {"data": [1]}
-        for path in ("/sleep", "/v1/../sleep", "/v1/..%2fsleep", "/v1//sleep", "/collective_rpc", "/v1/%2e%2e/x"):
+        sent = {"input": "x", "priority": -5}
+        assert client.post(server.url + "/v1/embeddings", json=sent).json() == {"data": [1]}
+        assert client.post(server.url + "/v1/audio/transcriptions", files={"file": b"abc"}).json() == {"data": [1]}
+        for path in (
+            "/sleep",
+            "/v1/../sleep",
+            "/v1//sleep",
+            "/collective_rpc",
+            "/v1/%2e%2e/x",
+            "/v1/load_lora_adapter",
+        ):
             assert client.post(server.url + path, json={}).status_code == 404
-        assert [request.path for request in fake.requests] == ["/v1/embeddings"]
+        assert client.get(server.url + "/v1/embeddings").status_code == 405
+        assert [request.path for request in fake.requests] == ["/v1/embeddings", "/v1/audio/transcriptions"]
+        assert fake.requests[0].json() == {"input": "x"}
+        assert b"abc" in fake.requests[1].body
+
+
+def test_responses_and_messages_are_ordered_like_the_rest():
+    let = threading.Event()
+    plan = Plan(hold=let, body=b'{"ok": true}')
+    with FakeUpstream(plan=plan) as fake, gate(fake.url, ranker=ByNumber()) as server, ThreadPoolExecutor(3) as pool:
+        work = [pool.submit(ask, server, "rank 0")]
+        fake.wait(lambda: len(fake.requests) == 1)
+        bodies = [
+            ("/v1/responses", {"input": "rank 0.9"}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "rank 0.1"}]}),
+        ]
+        for number, (path, body) in enumerate(bodies, start=1):
+            work.append(pool.submit(client.post, server.url + path, json=body))
+            until(lambda number=number: len(server.door.hold.queue) == number)
+        let.set()
+        assert {w.result().status_code for w in work} == {200}
+        assert [request.path for request in fake.requests[1:]] == ["/v1/messages", "/v1/responses"]
 
 
 def test_a_client_that_leaves_ends_the_work_upstream():
@@ -242,6 +277,64 @@ def test_a_window_is_found_from_the_servers_own_figures(monkeypatch):
             until(lambda: len(server.door.hold.queue) >= 10)
             let.set()
             assert {w.result().status_code for w in work} == {200}
+
+
+def test_nothing_is_claimed_of_a_server_that_ignores_priorities(monkeypatch, caplog):
+    info = json.dumps({"vllm_config": {"scheduler_config": {"policy": "fcfs"}}}).encode()
+
+    async def ask_server(self, upstream, path):
+        return (200, info) if path.startswith("/server_info") else (200, b"{}")
+
+    monkeypatch.setattr(gateway_module.Gateway, "fetch", ask_server)
+    with FakeUpstream() as fake, gate(fake.url, tag=True) as server:
+        health = client.get(server.url + "/health").json()
+        assert health["order"] == f"fcfs: priorities are ignored by {fake.url}"
+        assert server.metric("longtail_priorities_ignored", upstream=fake.url) == 1
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("priorities are ignored there" in line and "--mode hold" in line for line in said)
+
+
+@pytest.mark.slow
+def test_far_too_many_requests_are_answered_or_told_to_come_back():
+    """5,000 at once on two slow servers and a queue of 500: all get an answer or a 429 with a time."""
+
+    async def ask_all(url):
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+
+            async def one(i):
+                body = {"model": "m", "prompt": f"rank 0.{i}", "max_tokens": 4}
+                async with session.post(url + "/v1/completions", json=body) as answer:
+                    await answer.read()
+                    return answer.status, answer.headers.get("retry-after-ms")
+
+            return await asyncio.gather(*map(one, range(5000)))
+
+    plan = Plan(wait_s=0.02, tokens=4)
+    with FakeUpstream(plan=plan) as a, FakeUpstream(plan=plan) as b:
+        with gate(a.url, b.url, window=8, options=Options(max_queue=500)) as server:
+            answers = asyncio.run(ask_all(server.url))
+        statuses = [status for status, _ in answers]
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) == len(a.requests) + len(b.requests) >= 516
+        assert all(int(wait) >= 1000 for status, wait in answers if status == 429)
+        assert max(a.most_open, b.most_open) <= 8
+
+
+def test_the_autoscaling_example_uses_figures_that_exist():
+    folder = Path(__file__).parent.parent.parent / "examples" / "autoscale"
+    texts = [path.read_text() for path in folder.glob("*.yaml")]
+    assert len([list(yaml.safe_load_all(text)) for text in texts]) == 4
+    wanted = {name for text in texts for name in re.findall(r"longtail_[a-z_]+", text)} - {
+        "longtail_backlog_server_seconds"  # what the adapter's rule makes
+    }
+    with FakeUpstream() as fake, gate(fake.url, ranker=ByNumber()) as server:
+        for i in range(60):
+            assert ask(server, f"rank 0.{i:02d}", max_tokens=1 + i).status_code == 200
+        exported = client.get(server.url + "/metrics").text
+    described = set(re.findall(r"^# TYPE (\S+)", exported, re.MULTILINE))
+    sometimes = {"longtail_ranker_tau", "longtail_priorities_ignored"}  # once they are known
+    assert wanted <= described | sometimes
 
 
 def test_a_server_that_tells_nothing_is_said_once(monkeypatch, caplog):

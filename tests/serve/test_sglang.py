@@ -219,7 +219,11 @@ def test_the_priority_is_the_virtual_deadline_of_the_prompt_as_it_was_before_the
     begun_s = time.time()
     ask(manager, (GenerateReqInput(input_ids=[1] * 900, rid="r"), chat(LONG)))
     (request,) = manager.schedulers[0]
-    assert as_priority(begun_s + 54) - 1 <= request.priority <= as_priority(time.time() + 54) + 1
+    assert (
+        as_priority(begun_s + 0.9 * HEAD_START_S) - 1
+        <= request.priority
+        <= as_priority(time.time() + 0.9 * HEAD_START_S) + 1
+    )
 
 
 @pytest.mark.parametrize(

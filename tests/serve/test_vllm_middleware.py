@@ -528,8 +528,8 @@ def sample(name: str, **labels: str) -> float:
 def test_the_servers_own_metrics_tell_what_was_scored_and_why_not():
     def values():
         return [
-            sample("longtail_requests_total", scored="yes"),
-            sample("longtail_requests_total", scored="no"),
+            sample("longtail_plugin_requests_total", scored="yes"),
+            sample("longtail_plugin_requests_total", scored="no"),
             sample("longtail_unscored_total", reason="no_text"),
         ]
 
@@ -583,7 +583,7 @@ from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 text = generate_latest(registry).decode()
-assert 'longtail_requests_total{scored="yes"} 1.0' in text, text
+assert 'longtail_plugin_requests_total{scored="yes"} 1.0' in text, text
 assert "longtail_policy_ignores_priorities 1.0" in text, text
 shutil.rmtree(folder)
 exported().requests("no")

@@ -194,12 +194,12 @@ def test_with_policy_priority_a_short_request_overtakes_waiting_ones_and_clients
 
             async def scores() -> bool:
                 await complete(server, client, SHORT, 1)
-                return await metric(server, client, 'longtail_requests_total{scored="yes"}') > 0
+                return await metric(server, client, 'longtail_plugin_requests_total{scored="yes"}') > 0
 
             await until(scores, "the ranker is compiled", 120)
-            scored = await metric(server, client, 'longtail_requests_total{scored="yes"}')
+            scored = await metric(server, client, 'longtail_plugin_requests_total{scored="yes"}')
             assert await place_of_a_short_request(server, client) <= SLOTS
-            assert await metric(server, client, 'longtail_requests_total{scored="yes"}') >= scored + 7
+            assert await metric(server, client, 'longtail_plugin_requests_total{scored="yes"}') >= scored + 7
             assert await metric(server, client, "longtail_policy_ignores_priorities") == 0
             await leave_in_the_middle(server, client, stream=False)
             await leave_in_the_middle(server, client, stream=True)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 HEAD_START_S = 20.0
 """H by default: some times as long as an answer usually takes. docs/serving.md has what other values do."""
+MOST_HEAD_START_S = 1e6
+"""Above it, priorities would come close to what an int64 holds."""
 UNKNOWN_QUANTILE = 0.5
 """For requests that could not be scored: among each other they keep their order of arrival."""
 PRIORITY_EPOCH_S = 1_577_836_800.0

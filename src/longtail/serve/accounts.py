@@ -23,7 +23,8 @@ log = logging.getLogger("longtail.serve")
 @dataclass(slots=True)
 class Active:
     """A request that was let in. ``expected``: predicted tokens of all its samples; ``waited_s``: for its turn, None
-    before it; ``status``: of its answer, None if there was none; ``keep_prompt``: its client allows to record it."""
+    before it; ``status``: of its answer, None if there was none; ``refusal``: why, in a word; ``keep_prompt``: its client
+    allows to record it."""
 
     call: Call
     expected: float
@@ -31,6 +32,7 @@ class Active:
     outcome: Outcome | None = None
     waited_s: float | None = None
     status: int | None = None
+    refusal: str | None = None
 
 
 class Accounts:
@@ -112,8 +114,9 @@ class Accounts:
 
     def _log(self, active: Active, now_s: float) -> None:
         call, outcome = active.call, active.outcome
-        failure = outcome.failure if outcome is not None else None
-        level = logging.WARNING if failure is not None else logging.INFO
+        failure = active.refusal if outcome is None else outcome.failure
+        failed = failure is not None and active.status != 429
+        level = logging.WARNING if failed else logging.INFO
         if not log.isEnabledFor(level):
             return
         text = "\n".join(call.prompts)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longtail.lengths.messages import prompt_text, whole_text
-from longtail.serve.calls import CHAT
+from longtail.serve.calls import COMPLETIONS, RESPONSES
 from longtail.serve.errors import ApiError
 
 PRIORITY = "priority"
@@ -38,9 +38,9 @@ def parse(body: bytes) -> dict[str, Any]:
 
 def prompts_of(path: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
     """The texts that say how long the answers will be; empty for token ids and for what no server will accept."""
-    if path.endswith(CHAT):
+    if not path.endswith(COMPLETIONS):
         try:
-            return (whole_text(prompt_text(fields.get("messages", []))),)
+            return (whole_text(prompt_text(fields.get("input" if path.endswith(RESPONSES) else "messages", []))),)
         except ValueError:
             return ()
     prompt = fields.get("prompt")
@@ -52,14 +52,15 @@ def samples_of(path: str, fields: Mapping[str, Any]) -> int:
     """How many answers are wanted: ``n`` for each prompt; at least 1, whatever the body says."""
     prompt = fields.get("prompt")
     prompts = 1
-    if not path.endswith(CHAT) and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+    if path.endswith(COMPLETIONS) and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompts = len(prompt)
     return min(MOST_SAMPLES, prompts * (_whole(fields.get("n")) or 1))
 
 
 def token_limit_of(fields: Mapping[str, Any]) -> int | None:
     """The most tokens that one answer may have; None if the body does not say."""
-    return _whole(fields.get("max_completion_tokens")) or _whole(fields.get("max_tokens"))
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    return next((limit for name in names if (limit := _whole(fields.get(name))) is not None), None)
 
 
 def given_priority(fields: Mapping[str, Any], header: bytes | None) -> int | None:

@@ -49,6 +49,8 @@ def front_door(backend: Backend, options: Options, *, title: str, passes_through
     """Raises ``LongtailError`` for keys, a ranker or a record file that cannot be used; nothing has started then."""
     if options.record_prompts and options.record is None:
         raise ConfigError("--record-prompts needs --record FILE.")
+    if options.keys is not None and options.door.trust_priority:
+        raise ConfigError("--trust-priority is for servers without --keys; with them say allow_priority in the file.")
     keys = None if options.keys is None else Keys.load(options.keys)
     ranker = Ranker.load(options.ranker) if options.door.ranked else None
     window = _Window(backend)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -39,6 +40,8 @@ class Call:
     quantile: float | None = None
     deadline_s: float = 0.0
     priority: int | None = None
+    checked: Any = None
+    """What the backend's ``check`` found, for its ``answer``."""
 
 
 @dataclass(slots=True)
@@ -89,8 +92,9 @@ class Backend(Protocol):
         """``/v1/models`` and below."""
         ...
 
-    def check(self, call: Call) -> None:
-        """Raises :class:`~longtail.serve.errors.ApiError` for a call that can never be answered; before it queues."""
+    def check(self, call: Call) -> Any:
+        """Before it queues: raises :class:`~longtail.serve.errors.ApiError` for a call that can never be answered, and
+        gives what :meth:`answer` will find as ``call.checked``."""
         ...
 
     @property

@@ -48,6 +48,7 @@ def document(title: str, *, keys: bool) -> dict[str, Any]:
         CHAT: {"post": _generate(ChatBody, "Answer a chat", schemas)},
         "/v1/models": {"get": _get("The models that are served", errors=["401", "502", "503"])},
         "/health": {"get": _get("Whether requests are let in", errors=["503"], keyed=False)},
+        "/live": {"get": _get("That the process works, whoever is behind it", errors=[], keyed=False)},
         "/metrics": {"get": _get("Figures for Prometheus", "text/plain", errors=["401"])},
     }
     found: dict[str, Any] = {

@@ -23,11 +23,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longtail import __version__
-from longtail.planner.deadline import HEAD_START_S, as_priority, of_priority, virtual_deadline
+from longtail.core.errors import ConfigError
+from longtail.planner.deadline import HEAD_START_S, MOST_HEAD_START_S, as_priority, of_priority, virtual_deadline
 from longtail.serve.accounts import Accounts, Active
 from longtail.serve.asgi import ClientGone, Receive, Scope, Send, header, read_body, while_connected
 from longtail.serve.body import given_priority, parse, prompts_of, samples_of, with_priority
-from longtail.serve.calls import CHAT, COMPLETIONS, Backend, Call, Headers
+from longtail.serve.calls import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Backend, Call, Headers
 from longtail.serve.errors import ApiError
 from longtail.serve.hold import Draining, Hold
 from longtail.serve.keys import ANONYMOUS, ApiKey, Keys
@@ -39,16 +40,26 @@ from longtail.serve.scoring import Scorer
 
 log = logging.getLogger("longtail.serve")
 
-GENERATING = (COMPLETIONS, CHAT)
-DROPPED = frozenset(
-    b"host connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
-    b"upgrade content-length expect accept-encoding cookie x-request-id".split()
-)
-"""Of a client's headers: hop-by-hop ones, and those that the next server must have from us."""
+GENERATING = frozenset({COMPLETIONS, CHAT})
+"""What every backend is asked for."""
+ELSEWHERE = frozenset({RESPONSES, MESSAGES})
+"""What upstream servers may be able to answer too; ordered like the others."""
+PASSED = frozenset(
+    f"/v1/{name}"
+    for name in (
+        "embeddings", "rerank", "score", "classify", "pooling", "moderations", "tokenize", "detokenize",
+        "audio/transcriptions", "audio/translations", "audio/speech", "images/generations",
+    )
+)  # fmt: skip
+"""What is handed to an upstream as it is, at once. A list, because servers have administration under /v1 too."""
+HEALTH, LIVE = "/health", "/live"
+OPEN_PATHS = (HEALTH, LIVE)
+CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 PRIORITY_HEADER = b"x-vllm-priority"
+MOST_HELD_BYTES = 1 << 30
+"""Of the bodies of all requests that wait."""
 _MODEL_PATH = re.compile(r"/v1/models(/[A-Za-z0-9_-][A-Za-z0-9_.:-]*)+")
-_PLAIN_PATH = re.compile(r"/v1(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)+")
-"""No dots at the start of a part: a path must not climb out of /v1 at the upstream."""
+"""No dots at the start of a part: a path must not climb out of /v1/models at the upstream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +82,10 @@ class DoorSettings:
     drain_s: float = 300.0
     open_metrics: bool = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.head_start_s <= MOST_HEAD_START_S:
+            raise ConfigError(f"--max-head-start {self.head_start_s:g}: from 0 to {MOST_HEAD_START_S:,.0f} seconds")
+
 
 class FrontDoor:
     """An ASGI application over ``backend``. :meth:`start` before the first request, :meth:`close` after the last."""
@@ -92,13 +107,13 @@ class FrontDoor:
         self._keys, self._recorder = keys, recorder
         self._document = document or {}
         self._passes_through = passes_through
+        self._generating = GENERATING | ELSEWHERE if passes_through else GENERATING
         self.metrics = Metrics(self._gauges)
         self.accounts = Accounts(self.metrics, recorder, in_flight=lambda: hold.in_flight)
         self.draining = False
         self._stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        # Deadlines of clients and of other gateways are on the wall clock; ours must not jump with it.
-        self._wall_s = time.time() - time.monotonic()
+        self._held_bytes = 0
 
     async def start(self) -> None:
         """Raises ``LongtailError`` if the backend can never answer."""
@@ -107,11 +122,13 @@ class FrontDoor:
         await self.backend.start()
 
     async def close(self) -> None:
-        await self.backend.close()
-        if self.scorer is not None:
-            self.scorer.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        try:
+            await self.backend.close()
+        finally:
+            if self.scorer is not None:
+                self.scorer.close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def not_scored(self, reason: str) -> None:
         """A request goes through without a rank."""
@@ -162,21 +179,23 @@ class FrontDoor:
         finally:
             self._tasks.discard(task)
             if responder.status is not None:
-                path = scope["path"] if scope["path"] in GENERATING else "other"
+                path = scope["path"] if scope["path"] in self._generating else "other"
                 self.metrics.requests.labels(client, path, str(responder.status)).inc()
 
     async def _route(self, scope: Scope, receive: Receive, responder: Responder, key: ApiKey, request_id: str) -> None:
         method, path = scope["method"], scope["path"]
-        if path in GENERATING:
+        if path in self._generating:
             _only(method, "POST")
             await self._generate(scope, receive, responder, key, request_id)
         elif path == "/v1/models" or _MODEL_PATH.fullmatch(path):
             _only(method, "GET")
             reply = await self.backend.get(path, tuple(self._forwarded(scope, key)))
             await while_connected(receive, responder.relay(reply))
-        elif path == "/health":
-            _only(method, "GET")
-            status, found = self._health()
+        elif path in OPEN_PATHS:
+            _only("GET" if method == "HEAD" else method, "GET")
+            status, found = self._health() if path == HEALTH else (200, {"ok": True})
+            if not self._knows(scope):
+                found = {"ok": found["ok"]}
             await responder.whole(status, _JSON, json.dumps(found).encode())
         elif path == "/metrics":
             _only(method, "GET")
@@ -185,17 +204,26 @@ class FrontDoor:
         elif path == "/openapi.json":
             _only(method, "GET")
             await responder.whole(200, _JSON, json.dumps(self._document).encode())
-        elif self._passes_through and method == "POST" and _PLAIN_PATH.fullmatch(path):
+        elif self._passes_through and path in PASSED:
+            _only(method, "POST")
             await self._pass(scope, receive, responder, key, request_id)
         else:
             raise ApiError(404, f"There is no {method} {path[:80]!r} here.", code="not_found")
 
     def _authenticate(self, scope: Scope) -> ApiKey:
-        """The caller's key; who asks for health (and for metrics, if they are open) needs none."""
-        open_ = scope["path"] == "/health" or (scope["path"] == "/metrics" and self.settings.open_metrics)
+        """The caller's key; who asks whether it lives (and for metrics, if they are open) needs none."""
+        open_ = scope["path"] in OPEN_PATHS or (scope["path"] == "/metrics" and self.settings.open_metrics)
         if self._keys is None or open_:
             return ANONYMOUS
-        return self._keys.authenticate(header(scope, b"authorization"))
+        own = header(scope, b"x-api-key")  # Anthropic's clients
+        return self._keys.authenticate(header(scope, b"authorization") if own is None else b"Bearer " + own)
+
+    def _knows(self, scope: Scope) -> bool:
+        """Whether the caller has a key, where keys are needed."""
+        try:
+            return self._keys is None or bool(self._authenticate({**scope, "path": ""}))
+        except ApiError:
+            return False
 
     # Requests
 
@@ -206,23 +234,20 @@ class FrontDoor:
         self._refuse_when_draining()
         body = await self._body(scope, receive)
         call = self._call(scope, key, body, parse(body), request_id, arrival_s)
-        self.backend.check(call)
-        given = given_priority(call.fields, header(scope, PRIORITY_HEADER)) if self._trusts(key) else None
+        if call.fields.get("background"):
+            raise ApiError(400, "Background responses cannot be fetched here.", code="unsupported", param="background")
+        call = replace(call, checked=self.backend.check(call))
+        given = self._given(scope, key, call.fields)
         await while_connected(receive, self._serve(call, key, given, responder))
 
     async def _pass(self, scope: Scope, receive: Receive, responder: Responder, key: ApiKey, request_id: str) -> None:
-        """Other calls of the API (embeddings, ...): as they are, at once."""
+        """Other calls of the API (embeddings, ...): at once, and as they are but for a priority that does not count."""
         self._refuse_when_draining()
         body = await self._body(scope, receive)
-        call = Call(
-            request_id=request_id,
-            path=scope["path"],
-            body=body,
-            fields={},
-            headers=tuple(self._forwarded(scope, key)),
-            client=key.name,
-            arrival_s=time.monotonic(),
-        )
+        is_json = (header(scope, b"content-type") or b"application/json").startswith(b"application/json")
+        fields = parse(body) if is_json else {}
+        call = self._call(scope, key, body, fields, request_id, time.monotonic())
+        call = self._ordered(call, self._given(scope, key, fields))
 
         async def answer() -> None:
             await responder.relay(await self.backend.answer(call))
@@ -256,33 +281,43 @@ class FrontDoor:
             arrival_s=arrival_s,
         )
 
+    def _given(self, scope: Scope, key: ApiKey, fields: dict[str, Any]) -> int | None:
+        """The client's own priority, where it counts."""
+        return given_priority(fields, header(scope, PRIORITY_HEADER)) if self._trusts(key) else None
+
     def _trusts(self, key: ApiKey) -> bool:
         return key.allow_priority or (self._keys is None and self.settings.trust_priority)
 
     def _forwarded(self, scope: Scope, key: ApiKey) -> Iterable[tuple[bytes, bytes]]:
         """The client's headers for the next server; with keys of our own, never the client's credentials."""
         for name, value in scope["headers"]:
-            if name in DROPPED or name.startswith((b"x-forwarded-", b"forwarded")):
+            if name == b"cookie" or name.startswith((b"x-forwarded-", b"forwarded")):
                 continue
-            if name == b"authorization" and self._keys is not None:
+            if name in CREDENTIALS and self._keys is not None:
                 continue
             if name == PRIORITY_HEADER and not self._trusts(key):
                 continue
             yield name, value
-        yield b"accept-encoding", b"identity"
 
     async def _serve(self, call: Call, key: ApiKey, given: int | None, responder: Responder) -> None:
         call = self._ordered(replace(call, quantile=await self._quantile(call)), given)
         with self.accounts.open(call, keep_prompt=self._keys is None or key.record_prompts) as active:
             try:
                 await self._in_turn(active, key, responder)
+            except ApiError as error:
+                active.status, active.refusal = error.status, error.code
+                raise
             finally:
-                active.status = responder.status
+                active.status = active.status or responder.status
 
     async def _in_turn(self, active: Active, key: ApiKey, responder: Responder) -> None:
         call = active.call
-        if key.max_waiting is not None and self.hold.queue.waiting(key.name) >= key.max_waiting:
-            raise self._full(f"Key {key.name} has {key.max_waiting} requests waiting, which is its limit.")
+        most = self._most_waiting(key)
+        if self.hold.queue.waiting(key.name) >= most:
+            raise self._full(f"Key {key.name} has {most} requests waiting, which is its limit.")
+        held_bytes = len(call.body)
+        if self._held_bytes + held_bytes > MOST_HELD_BYTES:
+            raise self._full("The requests that wait are too large together.")
         turn = self.hold.turn(
             client=key.name,
             weight=key.weight,
@@ -293,21 +328,33 @@ class FrontDoor:
         )
         if self.settings.comment_s is not None and call.stream:
             responder.comment_every(self.settings.comment_s)
+        self._held_bytes += held_bytes
         try:
             async with turn as mine:
+                self._held_bytes -= held_bytes
+                held_bytes = 0
                 active.waited_s = mine.waited_s
                 self.metrics.overdue.inc(mine.overdue)
                 reply = await self.backend.answer(call)
-                active.outcome = reply.outcome
-                await responder.relay(reply)
-                if reply.outcome.output_tokens is not None:
-                    mine.settle(reply.outcome.output_tokens)
+                outcome = active.outcome = reply.outcome
+                try:
+                    await responder.relay(reply)
+                finally:
+                    tokens = outcome.output_tokens or outcome.streamed_tokens
+                    if tokens:
+                        mine.settle(tokens)
         except QueueFull:
             raise self._full("The queue is full.") from None
         except Draining:
             raise _shutting_down() from None
         finally:
+            self._held_bytes -= held_bytes
             await responder.close()
+
+    def _most_waiting(self, key: ApiKey) -> int:
+        """One of several keys cannot fill the queue for the others."""
+        limit = self.hold.queue.limit
+        return key.max_waiting or (limit if self._keys is None or len(self._keys) == 1 else max(1, limit // 2))
 
     async def _quantile(self, call: Call) -> float | None:
         if self.scorer is None or not self.settings.ranked:
@@ -318,13 +365,14 @@ class FrontDoor:
         return quantile
 
     def _ordered(self, call: Call, given: int | None) -> Call:
+        # Priorities are on the wall clock, which other gateways have too; the order here must not jump with it.
+        wall_s = time.time() - time.monotonic()
         if given is not None:
-            return replace(
-                call, deadline_s=of_priority(given) - self._wall_s, priority=given if self.settings.tag else None
-            )
+            priority = given if self.settings.tag else None
+            return replace(call, deadline_s=of_priority(given) - wall_s, priority=priority)
         head_start_s = self.settings.head_start_s if self.settings.ranked else 0.0
         deadline_s = virtual_deadline(call.arrival_s, call.quantile, head_start_s=head_start_s)
-        priority = as_priority(deadline_s + self._wall_s) if self.settings.tag else None
+        priority = as_priority(deadline_s + wall_s) if self.settings.tag else None
         return replace(call, deadline_s=deadline_s, priority=priority)
 
     def _full(self, problem: str) -> ApiError:
@@ -339,7 +387,7 @@ class FrontDoor:
             "ok": ok,
             "version": __version__,
             "draining": self.draining,
-            "order": "ranked" if self.settings.ranked else "fcfs",
+            "order": self._order(backend),
             "mode": "tag" if self.settings.tag else "hold",
             "max_head_start_s": self.settings.head_start_s,
             "waiting": len(self.hold.queue),
@@ -348,11 +396,19 @@ class FrontDoor:
         }
         return (200 if ok else 503), found
 
+    def _order(self, backend: dict[str, Any]) -> str:
+        """What can be claimed of the order: a tag changes nothing where priorities are ignored."""
+        if not self.settings.ranked:
+            return "fcfs"
+        ignoring = [u["url"] for u in backend.get("upstreams", ()) if u.get("priorities_ignored")]
+        return f"fcfs: priorities are ignored by {', '.join(ignoring)}" if ignoring else "ranked"
+
     def _gauges(self) -> Iterable[GaugeValue]:
         """What is known at a scrape and not counted as it happens."""
         yield "longtail_waiting", "Requests held back here", {}, float(len(self.hold.queue))
         yield "longtail_in_flight", "Samples at the backend", {}, float(self.hold.in_flight)
-        yield "longtail_window", "Samples that may be at the backend at once", {}, float(self.backend.window)
+        window = None if self.settings.tag else float(self.backend.window)
+        yield "longtail_window", "Samples that may be at the backend at once", {}, window
         yield "longtail_oldest_wait_seconds", "Longest wait of those held back", {}, self.hold.oldest_s()
         yield "longtail_draining", "1 while shutting down", {}, float(self.draining)
         yield from self.accounts.gauges()

@@ -31,6 +31,7 @@ class Gateway(Upstreams):
         super().__init__(urls, reported=self.report, **settings)  # type: ignore[arg-type]
         self.door: FrontDoor | None = None
         self._auto, self._tags, self._head_start_s = auto, tags, head_start_s
+        self._told: dict[str, bool | None] = {}
         self._watches = {upstream.name: OrderWatch() for upstream in self.upstreams} if tags else {}
         self._windows = {upstream.name: Window() for upstream in self.upstreams}
         self._blind: set[str] = set()
@@ -54,8 +55,13 @@ class Gateway(Upstreams):
         found = super().status()
         for shown in found["upstreams"]:
             if shown["url"] in self._watches:
-                shown["priorities_ignored"] = self._watches[shown["url"]].ignored
+                shown["priorities_ignored"] = self._ignored(shown["url"])
         return found
+
+    def _ignored(self, url: str) -> bool | None:
+        """What is seen of it counts more than what it says; None if neither tells."""
+        seen, heeds = self._watches[url].ignored, self._told.get(url)
+        return seen if seen is not None or heeds is None else not heeds
 
     async def _ask(self, upstream: Upstream, call: Call, *, method: str = "POST") -> Reply:
         watch = self._watches.get(upstream.name)
@@ -81,6 +87,7 @@ class Gateway(Upstreams):
 
     async def _say_policy(self, upstream: Upstream) -> None:
         found = await probe(upstream.name, lambda path: self.fetch(upstream, path), head_start_s=self._head_start_s)
+        self._told[upstream.name] = found.heeds
         log.log(logging.WARNING if found.warn else logging.INFO, found.message)
 
     async def _look_after(self, upstream: Upstream) -> None:
@@ -90,10 +97,10 @@ class Gateway(Upstreams):
                 continue
             try:
                 status, body = await self.fetch(upstream, "/metrics")
+                load = read_load(body.decode(errors="replace")) if status == 200 else None
             except Exception as error:
                 log.info("%s/metrics: %s", upstream.name, type(error).__name__)
                 continue
-            load = read_load(body.decode(errors="replace")) if status == 200 else None
             if load is None:
                 self._say_blind(upstream)
                 continue

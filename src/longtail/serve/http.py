@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import signal
 import socket
 import ssl
 from collections.abc import Callable
@@ -65,8 +66,11 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Not uvicorn's own, which raises the signal again at the end: that would kill the process before all is put
+        away. A second Ctrl-C does not wait."""
         self._loop.call_soon_threadsafe(self._ending)
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
 
 async def serve(door: FrontDoor, listen: Listen, *, ready: Callable[[str, Callable[[], None]], None]) -> None:

@@ -43,7 +43,7 @@ class ApiKey(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
-    max_waiting: Annotated[int, Field(ge=0)] | None = None
+    max_waiting: Annotated[int, Field(ge=1)] | None = None
     allow_priority: bool = False
     record_prompts: bool = False
 
@@ -56,6 +56,9 @@ class Keys:
 
     def __init__(self, keys: list[ApiKey]) -> None:
         self._keys = [(bytes.fromhex(key.sha256), key) for key in keys]
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     @classmethod
     def load(cls, path: Path) -> Keys:

@@ -21,6 +21,8 @@ _NEIGHBOUR = 0.25
 LEAST_PAIRS, NEW_PAIRS = 50, 20
 SPEED_MEMORY_S = 30.0
 """Busy seconds after which the speed of then counts for a third."""
+LEAST_BUSY_S = 1.0
+"""Before, a speed is not known: two answers that end together would make it enormous."""
 
 
 class Served:
@@ -38,7 +40,7 @@ class Served:
         self._new_pairs = NEW_PAIRS
         self.tau_reason: str | None = None
         self._ticked: tuple[float, float, int] | None = None
-        self._speed: float | None = None
+        self._busy_tokens = self._busy_s = 0.0
 
     def observe(self, quantile: float | None, tokens: float, cut: bool) -> None:
         """One answer: the quantile that it was ranked by (None if it was not), its mean length over samples, and
@@ -79,7 +81,7 @@ class Served:
     @property
     def tokens_per_s(self) -> float | None:
         """Output tokens per second while requests were in flight, of late; None if it is not known yet."""
-        return self._speed
+        return self._busy_tokens / self._busy_s if self._busy_s >= LEAST_BUSY_S else None
 
     def tick(self, now_s: float, total_output_tokens: float, in_flight: int) -> None:
         """Take note of the tokens since the start of the process; about once a second.
@@ -95,9 +97,9 @@ class Served:
         if stretch_s <= 0:
             self._ticked = before
         elif were_in_flight and in_flight and tokens >= 0:
-            speed = tokens / stretch_s
-            newest = 1 - math.exp(-stretch_s / SPEED_MEMORY_S)
-            self._speed = speed if self._speed is None else self._speed + newest * (speed - self._speed)
+            kept = math.exp(-stretch_s / SPEED_MEMORY_S)
+            self._busy_tokens = kept * self._busy_tokens + tokens
+            self._busy_s = kept * self._busy_s + stretch_s
 
     def _add(self, place: int, sign: int) -> None:
         quantile = self._quantiles[place]

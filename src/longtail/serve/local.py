@@ -7,8 +7,7 @@ import itertools
 import json
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +41,6 @@ from longtail.serve.token_text import TokenTexts
 MODELS = "/v1/models"
 QUICK_CHARACTERS = 8192
 """Up to so much work, prompts are cut into tokens at once (milliseconds); more is done in another thread."""
-KEPT_CHECKS = 1024
-"""Checked requests that are remembered until they are answered; older ones are read again."""
 GREEDY_TOP_P = 1e-9
 """For a client's top_p of 0: the most likely token."""
 
@@ -52,7 +49,6 @@ GREEDY_TOP_P = 1e-9
 class _Checked:
     """What :meth:`LocalBackend.check` found out; ``prompts`` is None if they are still to be encoded."""
 
-    fields: Mapping[str, Any]
     body: CompletionBody | ChatBody
     prompts: list[np.ndarray] | None
 
@@ -90,7 +86,6 @@ class LocalBackend:
         self.max_context = _context(config, self._blocks, max_context)
         self._created = int(time.time())
         self._numbers = itertools.count()
-        self._checked: OrderedDict[str, _Checked] = OrderedDict()
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._thread: EngineThread | None = None
 
@@ -153,16 +148,8 @@ class LocalBackend:
         self._check_model(unquote(path.removeprefix(f"{MODELS}/")), param=None)
         return _whole(json.dumps(shown).encode(), Outcome())
 
-    def check(self, call: Call) -> None:
-        checked = self._check(call)
-        self._checked[call.request_id] = checked
-        while len(self._checked) > KEPT_CHECKS:
-            self._checked.popitem(last=False)
-
     async def answer(self, call: Call) -> Reply:
-        checked = self._checked.pop(call.request_id, None)
-        if checked is None or checked.fields is not call.fields:
-            checked = self._check(call)
+        checked: _Checked = call.checked or self.check(call)
         body, prompts = checked.body, checked.prompts
         if prompts is None:
             loop = asyncio.get_running_loop()
@@ -174,13 +161,13 @@ class LocalBackend:
         kind = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         return Reply(200, kind, EventChunks(first, generation), generation.outcome)
 
-    def _check(self, call: Call) -> _Checked:
+    def check(self, call: Call) -> _Checked:
         if call.path not in BODIES:
             raise ApiError(404, f"This server does not answer {call.path[:80]!r}.", code="not_found")
         body = parse_body(call.path, call.fields)
         self._check_model(body.model, param="model")
         quick = self._encode.work(body) <= QUICK_CHARACTERS
-        return _Checked(call.fields, body, self._encode(body) if quick else None)
+        return _Checked(body, self._encode(body) if quick else None)
 
     def _check_model(self, model: str, *, param: str | None) -> None:
         if model not in (self.name, self._folder.name):

@@ -18,12 +18,10 @@ from typing import Any
 
 from longtail.core.errors import ConfigError
 from longtail.lengths.ranker import Ranker
-from longtail.planner.deadline import HEAD_START_S, as_priority, virtual_deadline
+from longtail.planner.deadline import HEAD_START_S, MOST_HEAD_START_S, as_priority, virtual_deadline
 from longtail.serve.scoring import Quantiles, Scorer
 
 ORDER, RANKED, FCFS = "LONGTAIL_ORDER", "ranked", "fcfs"
-MOST_HEAD_START_S = 1e6
-"""Above it, priorities would come close to what an int64 holds."""
 SCORE_WITHIN_S = 0.05
 
 
@@ -116,7 +114,7 @@ class Exported:
             from prometheus_client import Counter as Total
             from prometheus_client import Gauge
 
-            self._requests = Total("longtail_requests", "Requests by whether they were scored", ["scored"])
+            self._requests = Total("longtail_plugin_requests", "Requests by whether they were scored", ["scored"])
             self._unscored = Total("longtail_unscored", "Requests that keep their order of arrival", ["reason"])
             self._ignored = Gauge(
                 "longtail_policy_ignores_priorities",

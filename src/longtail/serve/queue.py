@@ -10,8 +10,8 @@ Invariants:
 * Of one client, the earliest deadline goes first; equal ones in order of arrival.
 * Two clients that wait all along and are not held back by ``may_run``: served costs divided by weights never differ by
   more than the largest cost of a ticket divided by its weight.
-* Whoever has waited ``max_wait_s`` goes before everybody who has not, in order of arrival across clients. This service
-  is charged as any other.
+* Of one client, whoever has waited ``max_wait_s`` goes before all who have not, in order of arrival. Between clients
+  fairness bounds waits: one client's old backlog does not take another's turn.
 
 Times ending in ``_s`` are seconds on one clock that the caller chooses; costs are tokens. No operation costs more than
 O(log n), but that a pop also looks at every client that ``may_run`` holds back.
@@ -37,8 +37,8 @@ class QueueFull(Exception):
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A place in the queue. ``cost`` is the predicted cost, ``number`` counts arrivals, ``overdue`` says that it was
-    released because it had waited ``max_wait_s``."""
+    """A place in the queue. ``cost`` is the predicted cost, ``number`` counts arrivals, ``overdue`` says that it
+    had waited ``max_wait_s`` when it was released."""
 
     client: str
     weight: float
@@ -68,14 +68,15 @@ class _Account:
     waiting: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
     by_deadline: list[tuple[float, int]] = field(default_factory=list)
 
-    def first(self) -> Ticket:
-        """The ticket with the earliest deadline; at least one must wait."""
+    def first(self, arrived_by: float) -> Ticket:
+        """The oldest ticket if it came at ``arrived_by`` or before, else the one with the earliest deadline; at least
+        one must wait."""
+        oldest = next(iter(self.waiting.values()))
+        if oldest.arrival_s <= arrived_by:
+            return oldest
         while self.by_deadline[0][1] not in self.waiting:
             heappop(self.by_deadline)
         return self.waiting[self.by_deadline[0][1]]
-
-    def oldest(self) -> Ticket:
-        return next(iter(self.waiting.values()))
 
     def add(self, ticket: Ticket) -> None:
         self.waiting[ticket.number] = ticket
@@ -91,7 +92,8 @@ class _Account:
 
 
 class FairQueue:
-    """At most ``limit`` tickets wait. ``max_wait_s`` of None: no bound but the deadlines; 0: order of arrival."""
+    """At most ``limit`` tickets wait. ``max_wait_s`` of None: no bound but the deadlines; 0: order of arrival within
+    a client."""
 
     def __init__(self, *, limit: int, max_wait_s: float | None) -> None:
         if limit < 1:
@@ -158,10 +160,8 @@ class FairQueue:
         Clients that ``may_run`` holds back are passed over. ``fits`` says whether there is room for so many places now:
         if the next ticket does not fit, nobody goes, so that small ones cannot starve a large one.
         """
-        ticket = self._most_overdue(now_s, may_run)
-        overdue = ticket is not None
-        if ticket is None:
-            ticket = self._fairest(may_run)
+        arrived_by = -math.inf if self.max_wait_s is None else now_s - self.max_wait_s
+        ticket = self._fairest(may_run, arrived_by)
         if ticket is None or not fits(ticket.places):
             return None
         account = self._accounts[ticket.client]
@@ -170,11 +170,8 @@ class FairQueue:
         account.spent += ticket.cost / ticket.weight
         account.unsettled += 1
         self._unsettled += 1
-        ticket.overdue, ticket._lifts = overdue, account.lifts
+        ticket.overdue, ticket._lifts = ticket.arrival_s <= arrived_by, account.lifts
         self._place(account)
-        if overdue:  # out of turn: the service is where the least served client is
-            self._sweep()
-            started = min(started, self._order[0][0]) if self._order else started
         self._virtual = max(self._virtual, started)
         return ticket
 
@@ -235,33 +232,20 @@ class FairQueue:
         while self._order and not self._valid(self._order[0]):
             heappop(self._order)
 
-    def _fairest(self, may_run: MayRun) -> Ticket | None:
+    def _fairest(self, may_run: MayRun, arrived_by: float) -> Ticket | None:
         passed = []
         try:
             while True:
                 self._sweep()
                 if not self._order:
                     return None
-                ticket = self._order[0][2].first()
+                ticket = self._order[0][2].first(arrived_by)
                 if may_run(ticket.client, ticket.places):
                     return ticket
                 passed.append(heappop(self._order))
         finally:
             for entry in passed:
                 heappush(self._order, entry)
-
-    def _most_overdue(self, now_s: float, may_run: MayRun) -> Ticket | None:
-        if self.max_wait_s is None or not self._waiting:
-            return None
-        arrived_by = now_s - self.max_wait_s
-        oldest = next(iter(self._waiting.values()))
-        if oldest.arrival_s > arrived_by:
-            return None
-        if may_run(oldest.client, oldest.places):
-            return oldest
-        heads = [account.oldest() for account in self._accounts.values() if account.waiting]
-        late = sorted((t for t in heads if t.arrival_s <= arrived_by), key=lambda t: t.number)
-        return next((ticket for ticket in late if may_run(ticket.client, ticket.places)), None)
 
     def _leave(self, ticket: Ticket, account: _Account) -> None:
         del self._waiting[ticket.number]

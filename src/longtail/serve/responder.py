@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from longtail.serve.asgi import Send, respond
+from longtail.serve.asgi import ClientGone, Send, respond
 from longtail.serve.calls import Headers, Reply
 from longtail.serve.errors import ApiError
 
@@ -12,6 +12,8 @@ EVENT_STREAM = b"text/event-stream"
 CLOSING = frozenset({401, 408, 413, 415})
 """Statuses after which the rest of the request is not worth reading."""
 
+TAKEN_WITHIN_S = 60.0
+"""A client that takes nothing for so long is gone: its place is for others."""
 OURS = frozenset({b"x-request-id", b"date"})
 """Of a relayed answer's headers: those that this server sets."""
 
@@ -41,8 +43,11 @@ class Responder:
                 await self._event_of(reply)
                 return
             async for chunk in reply.chunks:
-                await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+                async with asyncio.timeout(TAKEN_WITHIN_S):
+                    await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
             await self._end()
+        except TimeoutError:
+            raise ClientGone from None
         finally:
             close = getattr(reply.chunks, "aclose", None)
             if close is not None:

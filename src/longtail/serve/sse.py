@@ -91,9 +91,11 @@ class StreamWatch:
             return
         if answer.get("error") is not None or answer.get("object") == "error":
             self.errors += 1
-        usage = answer.get("usage")
-        if isinstance(usage, dict) and type(tokens := usage.get("completion_tokens")) is int:
-            self.completion_tokens = tokens
+        for holder in (answer, answer.get("response")):  # the latter in events of /v1/responses
+            usage = holder.get("usage") if isinstance(holder, dict) else None
+            for name in ("completion_tokens", "output_tokens"):
+                if isinstance(usage, dict) and type(tokens := usage.get(name)) is int:
+                    self.completion_tokens = tokens
         choices = answer.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):

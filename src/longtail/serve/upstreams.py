@@ -203,7 +203,7 @@ class Upstreams:
         body = call.body if method == "POST" else None
         if call.priority is not None and "header" in self._tag:
             headers = with_header_priority(headers, call.priority)
-        if call.priority is not None and "body" in self._tag:
+        if call.priority is not None and call.fields and "body" in self._tag:
             body = with_priority(call.body, call.priority)
         while True:
             exchange = self._exchange(upstream, call, brief=method == "GET")
@@ -235,7 +235,7 @@ class Upstreams:
         good = 200 <= status < 300
         if good and known and response.headers.get("Content-Encoding", "identity") != "identity":
             raise garbage("compressed data, although it was asked not to compress")
-        if good and _is_event_stream(response) and (call.stream or not known):
+        if good and _is_event_stream(response):
             if not begun:
                 raise cut_short()
             self._answers(upstream)
@@ -247,7 +247,9 @@ class Upstreams:
             if outcome.failure is not None:
                 self._note(exchange, call, outcome.failure, "engine: it answered with an error")
         exchange.close()
-        if status in _DOWN:
+        if status == 401 and self._key is not None:
+            raise Failed("status", ApiError(502, "The model server refuses the gateway's key.", code="upstream_key"))
+        if status in _DOWN and known:  # of other calls it may only say that it cannot do them
             self._note(exchange, call, "status", f"status {status}", down=True)
         else:
             self._answers(upstream)
@@ -301,7 +303,7 @@ class Upstreams:
         for path in ("/health", "/v1/models"):
             try:
                 status, _ = await self.fetch(upstream, path)
-            except (aiohttp.ClientError, OSError):
+            except Exception:  # whatever it is, the probing must go on
                 return False
             if status not in _NOT_THERE:
                 return status < 500

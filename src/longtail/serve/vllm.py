@@ -9,8 +9,10 @@ first among those that wait; what runs already is never held up by it.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -33,6 +35,11 @@ IGNORED = (
     "Restart it with 'priority', or put 'longtail gateway --mode hold' before it."
 )
 
+TOO_OLD = (
+    "this vLLM does not read X-Vllm-Priority (it came in August 2026), so requests stay in order of arrival. "
+    "Put 'longtail gateway' before it."
+)
+
 
 class RankMiddleware:
     """Sets the priority of each request that generates. Plain ASGI: the server still sees its clients leave.
@@ -48,7 +55,7 @@ class RankMiddleware:
     A value that cannot be used stops the server at start. Requests of other paths, of token ids, or that could not be
     scored in time get the priority of an average length; none is delayed by more than the scorer's deadline or refused.
     Only bodies of the two completion paths are read, up to 32 MB, and they go on as they came. ``/metrics`` has
-    ``longtail_requests_total``, ``longtail_unscored_total`` and ``longtail_policy_ignores_priorities``.
+    ``longtail_plugin_requests_total``, ``longtail_unscored_total`` and ``longtail_policy_ignores_priorities``.
     """
 
     def __init__(self, app: App) -> None:
@@ -135,6 +142,8 @@ class RankMiddleware:
         self._checked = True
         self._policy = scheduling_policy(scope["app"])
         exported().ignored(self._ignores_priorities)
+        if reads_header() is False:
+            say(log, TOO_OLD)
         if self._ignores_priorities:
             say(log, IGNORED.format(policy=self._policy))
         elif self._policy is None:
@@ -147,6 +156,17 @@ def scheduling_policy(app: Any) -> str | None:
     config = getattr(getattr(state, "vllm_config", None), "scheduler_config", None)
     policy = getattr(config, "policy", None) or getattr(getattr(state, "args", None), "scheduling_policy", None)
     return None if policy is None else str(getattr(policy, "value", policy))
+
+
+def reads_header() -> bool | None:
+    """Whether the vLLM of this process takes priorities from the header; None outside of vLLM."""
+    if "vllm" not in sys.modules:
+        return None
+    try:
+        serving = importlib.import_module("vllm.entrypoints.generate.base.serving")
+    except ImportError:
+        return False
+    return str(getattr(serving, "PRIORITY_HEADER", "")).lower().encode() == PRIORITY_HEADER
 
 
 def _path(scope: Scope) -> str:

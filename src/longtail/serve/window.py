@@ -58,11 +58,15 @@ class Window:
     size: int = FIRST
     capacity: int | None = None
     _calm: int = 0
+    _ran: int = 0
 
     def look(self, load: Load, *, in_flight: int, held: int) -> int:
         """``in_flight``: our samples at the server; ``held``: requests that wait here. The new size."""
         others = max(0, load.running + load.waiting - in_flight)
+        filling, self._ran = load.running > self._ran, load.running
         if load.waiting > 1 + SLACK * load.running:
+            if filling:  # what waits there waits for its prompt to be read, not for a place
+                return self.size
             self.capacity = max(LEAST, load.running)
             self.size = max(LEAST, self.capacity + 1 - others)
             self._calm = 0
