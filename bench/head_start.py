@@ -1,8 +1,10 @@
-"""What the head start H trades, on a simulated server: 16 slots, the prompts, lengths and ranker of the serve bench's first work.
+"""What the head start H trades, on a simulated server: 16 slots, prompts, lengths and ranker of the serve bench's first
+work.
 
-Time goes in decode steps of 40 ms + 3.3 ms for each running answer, and 60 ms for each prompt that is read: about what vLLM takes
-for SmolLM2-135M on two CPU cores. Waiting requests go by virtual deadline (`planner/deadline.py`). Figures are ratios to
-H = 0, first come first served, on the same arrivals: medians over seeds. It is a simulation; serve.py measures.
+Time goes in decode steps of 40 ms + 3.3 ms for each running answer, and 60 ms for each prompt that is read: about what
+vLLM takes for SmolLM2-135M on two CPU cores. Waiting requests go by virtual deadline (`planner/deadline.py`). Figures
+are ratios to H = 0, first come first served, on the same arrivals: medians over seeds. It is a simulation; serve.py
+measures.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ def main() -> None:
         }
         for h, found in arms[case].items():
             print(f"{case:12s} {h:10s} " + "  ".join(f"{k} {v:.2f}" for k, v in found.items()), flush=True)
-    common.finish("head_start", quick=args.quick, seeds=seeds, arms=arms, targets=[], capacity_per_s=round(capacity_per_s, 2))
+    common.finish(
+        "head_start", quick=args.quick, seeds=seeds, arms=arms, targets=[], capacity_per_s=round(capacity_per_s, 2)
+    )
 
 
 if __name__ == "__main__":

@@ -314,6 +314,42 @@ def keyring(tmp_path):
     return path, {name: {"authorization": f"Bearer {key}"} for name, (key, _) in made.items()}
 
 
+def test_one_of_several_keys_cannot_fill_the_queue(keyring):
+    path, headers = keyring
+    backend = FakeBackend()
+    backend.gate = True
+    with running(door(backend, options=Options(keys=path, max_queue=4))) as server, ThreadPoolExecutor(4) as pool:
+        work = [pool.submit(post, server.url, headers=headers["bob"]) for _ in range(3)]
+        until(lambda: len(server.door.hold.queue) == 2)
+        assert post(server.url, headers=headers["bob"]).status_code == 429
+        work.append(pool.submit(post, server.url, headers=headers["boss"]))
+        until(lambda: len(server.door.hold.queue) == 3)
+        backend.gate = False
+        assert {w.result().status_code for w in work} == {200}
+
+
+def test_anthropics_header_is_a_key_too_and_stays_here(keyring):
+    path, headers = keyring
+    backend = FakeBackend()
+    own = {"x-api-key": headers["bob"]["authorization"].removeprefix("Bearer ")}
+    with running(door(backend, options=Options(keys=path))) as server:
+        assert post(server.url, headers=own).status_code == 200
+        assert b"x-api-key" not in dict(backend.calls[0].headers)
+        assert client.get(server.url + "/health", headers=own).json()["order"] == "ranked"
+        assert client.get(server.url + "/health").json() == {"ok": True}
+
+
+def test_a_client_that_takes_nothing_gives_its_place_back(monkeypatch):
+    monkeypatch.setattr("longtail.serve.responder.TAKEN_WITHIN_S", 0.3)
+    backend = FakeBackend(pieces=200_000)
+    with running(door(backend)) as server:
+        sock = half_request(server.url, stream=True)
+        until(lambda: backend.running == 1)
+        until(lambda: backend.running == 0)
+        assert backend.cancelled == 1
+        sock.close()
+
+
 def test_with_keys_only_health_is_open(keyring):
     path, headers = keyring
     with running(door(FakeBackend(), options=Options(keys=path))) as server:

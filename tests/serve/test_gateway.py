@@ -356,6 +356,23 @@ def test_what_is_served_is_recorded_and_can_be_trained_on(tmp_path):
     assert (data.lengths == 5).all()
 
 
+def test_a_server_may_stream_though_the_gateway_did_not_see_that_it_was_asked_to():
+    """`"stream": 1` is true for some servers."""
+    plan = Plan(
+        body=b'data: {"choices": [{"index": 0, "finish_reason": "stop"}]}\n\n', content_type="text/event-stream"
+    )
+    with FakeUpstream(plan=plan) as fake, gate(fake.url) as server:
+        answer = ask(server, stream=1)
+        assert (answer.status_code, answer.text) == (200, plan.body.decode())
+
+
+def test_a_servers_refusal_of_our_key_is_no_401_of_the_clients():
+    with FakeUpstream(plan=Plan(status=401, body=b"{}")) as fake, gate(fake.url, key="sk-old") as server:
+        answer = ask(server)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_key")
+        assert server.door.backend.window > 0
+
+
 def test_streams_without_usage_are_counted_by_their_events(tmp_path):
     path = tmp_path / "served.jsonl"
     options = Options(record=path, record_prompts=True)

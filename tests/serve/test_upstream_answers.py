@@ -281,7 +281,6 @@ def test_a_503_passes_through_and_then_nobody_is_there() -> None:
         Plan(body=b"<html>hello</html>", content_type="text/html"),
         Plan(body=b"[1, 2]"),
         Plan(body=b""),
-        Plan(body=b"data: {}\n\n", content_type="text/event-stream"),
         Plan(body=b"\x1f\x8b\x08", headers=[("Content-Encoding", "gzip")]),
     ],
 )

@@ -26,6 +26,14 @@ def test_the_server_is_kept_full_with_hardly_a_queue_of_its_own(capacity, others
     assert sum(queues) / len(queues) <= 3 + 0.1 * capacity
 
 
+def test_prompts_that_are_being_read_are_no_full_batch():
+    """An idle server of 256 places that takes one long prompt after the other."""
+    window = Window()
+    for running in range(1, 17):
+        window.look(Load(running, 16 - running), in_flight=16, held=100)
+    assert window.size >= 16
+
+
 def test_a_server_without_a_cap_gets_everything():
     assert settle(10 * MOST)[-1].running == MOST
 

@@ -23,8 +23,8 @@ log = logging.getLogger("longtail.serve")
 @dataclass(slots=True)
 class Active:
     """A request that was let in. ``expected``: predicted tokens of all its samples; ``waited_s``: for its turn, None
-    before it; ``status``: of its answer, None if there was none; ``refusal``: why, in a word; ``keep_prompt``: its client
-    allows to record it."""
+    before it; ``status``: of its answer, None if there was none; ``refusal``: why, in a word; ``keep_prompt``: its
+    client allows to record it."""
 
     call: Call
     expected: float
@@ -70,9 +70,9 @@ class Accounts:
         return left
 
     def seconds_for(self, tokens: float) -> float | None:
-        """How long so many tokens take at the speed of late; None while none is known."""
+        """How long so many tokens take at the speed of late; None while none is known, if there are any."""
         speed = self.served.tokens_per_s
-        return tokens / speed if speed else None
+        return tokens / speed if speed else None if tokens else 0.0
 
     def gauges(self) -> Iterable[GaugeValue]:
         backlog = self.backlog_tokens()

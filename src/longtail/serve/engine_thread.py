@@ -62,10 +62,11 @@ class Run:
         self._changed = asyncio.Event()
 
     async def news(self) -> News:
-        """What is new, once something is. Raises :class:`ApiError` if the run has failed."""
+        """What is new, once something is. Raises :class:`ApiError` if the run has failed, after what came before."""
         await self._changed.wait()
-        self._changed.clear()
-        if self._failure is not None:
+        if self._failure is None:
+            self._changed.clear()
+        elif not self._news.emitted:
             raise self._failure
         news, self._news = self._news, News()
         self.open -= len(news.completions)

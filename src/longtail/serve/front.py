@@ -18,7 +18,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -281,7 +281,7 @@ class FrontDoor:
             arrival_s=arrival_s,
         )
 
-    def _given(self, scope: Scope, key: ApiKey, fields: dict[str, Any]) -> int | None:
+    def _given(self, scope: Scope, key: ApiKey, fields: Mapping[str, Any]) -> int | None:
         """The client's own priority, where it counts."""
         return given_priority(fields, header(scope, PRIORITY_HEADER)) if self._trusts(key) else None
 
@@ -409,7 +409,7 @@ class FrontDoor:
         yield "longtail_in_flight", "Samples at the backend", {}, float(self.hold.in_flight)
         window = None if self.settings.tag else float(self.backend.window)
         yield "longtail_window", "Samples that may be at the backend at once", {}, window
-        yield "longtail_oldest_wait_seconds", "Longest wait of those held back", {}, self.hold.oldest_s()
+        yield "longtail_oldest_wait_seconds", "Longest wait of those held back", {}, self.hold.oldest_s() or 0.0
         yield "longtail_draining", "1 while shutting down", {}, float(self.draining)
         yield from self.accounts.gauges()
         for upstream in self.backend.status().get("upstreams", ()):
