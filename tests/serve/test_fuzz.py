@@ -16,7 +16,7 @@ from serve.fake_upstream import FakeUpstream, Plan
 from serve.running import running
 
 FUZZ = settings(
-    max_examples=120,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,
