@@ -7,7 +7,7 @@ servers (``upstreams.py``) or the engine in this process (``local.py``). Times e
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +61,21 @@ class Outcome:
     upstream: str | None = None
 
 
+class Chunks(Protocol):
+    """Bytes as they come. ``aclose`` may be called at any point, and cancels the work behind what was not read."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def __anext__(self) -> bytes: ...
+
+    async def aclose(self) -> None: ...
+
+
+async def once(body: bytes) -> AsyncGenerator[bytes, None]:
+    """The chunks of a whole answer."""
+    yield body
+
+
 @dataclass(slots=True)
 class Reply:
     """``chunks`` are sent on as they come, and must be closed (``aclose``) if they are not read to their end: that
@@ -69,7 +84,7 @@ class Reply:
 
     status: int
     headers: Headers
-    chunks: AsyncIterator[bytes]
+    chunks: Chunks
     outcome: Outcome
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longtail.serve.build import Options, front_door
-from longtail.serve.calls import Call, Reply
+from longtail.serve.calls import Call, Chunks, Reply
 from longtail.serve.front import FrontDoor
 from longtail.serve.policy import OrderWatch, probe
 from longtail.serve.upstream import Timeouts, Upstream
@@ -27,8 +27,22 @@ class Gateway(Upstreams):
     """Upstreams whose windows are found out while they serve (``auto``), and of which it is found out whether they heed
     priorities (``tags``): by asking at the start, and by the order of first tokens."""
 
-    def __init__(self, urls: Sequence[str], *, auto: bool, tags: bool, head_start_s: float, **settings: object) -> None:
-        super().__init__(urls, reported=self.report, **settings)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        auto: bool,
+        tags: bool,
+        head_start_s: float,
+        timeouts: Timeouts,
+        window: int,
+        key: str | None,
+        ca_file: Path | None,
+    ) -> None:
+        tag = frozenset({"body", "header"}) if tags else frozenset[str]()
+        super().__init__(
+            urls, timeouts=timeouts, window=window, key=key, tag=tag, ca_file=ca_file, reported=self.report
+        )
         self.door: FrontDoor | None = None
         self._auto, self._tags, self._head_start_s = auto, tags, head_start_s
         self._told: dict[str, bool | None] = {}
@@ -123,18 +137,18 @@ class Gateway(Upstreams):
 class _Then:
     """Chunks that say when they are closed."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], closed: Callable[[], None]) -> None:
+    def __init__(self, chunks: Chunks, closed: Callable[[], None]) -> None:
         self._chunks, self._closed = chunks, closed
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._chunks
+        return self
 
     async def __anext__(self) -> bytes:
         return await anext(self._chunks)
 
     async def aclose(self) -> None:
         self._closed()
-        await self._chunks.aclose()  # type: ignore[attr-defined]
+        await self._chunks.aclose()
 
 
 def gateway_door(
@@ -159,7 +173,6 @@ def gateway_door(
         timeouts=timeouts,
         window=0 if tag else window or FIRST,
         key=key,
-        tag=frozenset({"body", "header"}) if tag else frozenset(),
         ca_file=ca_file,
     )
     door = front_door(upstreams, options, title="longtail gateway", passes_through=True)

@@ -7,7 +7,6 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from longtail.engine.lanes import LanePool
 from longtail.engine.models import resolve_model
 from longtail.engine.tokenizer import Tokenizer
 from longtail.runtime.memory import BLOCK_TOKENS
-from longtail.serve.calls import Call, Outcome, Reply
+from longtail.serve.calls import Call, Outcome, Reply, once
 from longtail.serve.choices import Choice
 from longtail.serve.encode import PromptEncoder
 from longtail.serve.engine_thread import EngineThread, Load
@@ -243,8 +242,5 @@ def _context(config: ModelConfig, blocks: int, wanted: int | None) -> int:
 
 
 def _whole(body: bytes, outcome: Outcome) -> Reply:
-    async def chunks() -> AsyncIterator[bytes]:
-        yield body
-
     length = (b"content-length", str(len(body)).encode())
-    return Reply(200, [(b"content-type", b"application/json"), length], chunks(), outcome)
+    return Reply(200, [(b"content-type", b"application/json"), length], once(body), outcome)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -47,7 +48,7 @@ class Whole(NamedTuple):
 
 
 @dataclass
-class Answer:
+class Answer(ABC):
     """One answer of ``model`` (the name that clients know); a stream's ``usage`` is null in all events but one."""
 
     model: str
@@ -65,24 +66,24 @@ class Answer:
         found = [self._choice(index, choice) for index, choice in enumerate(choices)]
         return _json({**self._head(self.whole_object), "choices": found, "usage": _usage(usage)})
 
+    @abstractmethod
     def opening(self, index: int, text: str = "") -> bytes:
         """The first event of a choice, empty if there is none. ``text``: what an echo repeats."""
-        raise NotImplementedError
 
     def piece(self, index: int, text: str, scored: list[Scored] | None) -> bytes:
         return self._event([self._part(index, text, scored, None)])
 
-    def ending(self, index: int, finish: str) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def ending(self, index: int, finish: str) -> bytes: ...
 
     def usage(self, usage: Usage) -> bytes:
         return _event({**self._head(self.event_object), "choices": [], "usage": _usage(usage)})
 
-    def _choice(self, index: int, choice: Whole) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, index: int, choice: Whole) -> dict[str, Any]: ...
 
-    def _part(self, index: int, text: str, scored: list[Scored] | None, finish: str | None) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _part(self, index: int, text: str, scored: list[Scored] | None, finish: str | None) -> dict[str, Any]: ...
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from longtail.serve.calls import Outcome
 from longtail.serve.sse import LONGEST_EVENT_BYTES, StreamWatch
@@ -122,8 +122,3 @@ def read_answer(body: bytes, outcome: Outcome, *, measured: bool) -> None:
     outcome.finish = watch.finish_reason
     if watch.errors:
         outcome.failure = "engine"
-
-
-async def once(body: bytes) -> AsyncIterator[bytes]:
-    """The chunks of a whole answer."""
-    yield body

@@ -49,9 +49,7 @@ class Responder:
         except TimeoutError:
             raise ClientGone from None
         finally:
-            close = getattr(reply.chunks, "aclose", None)
-            if close is not None:
-                await close()
+            await reply.chunks.aclose()
 
     async def error(self, error: ApiError) -> None:
         """As a status if nothing went out yet, else as an event of the stream, without ``[DONE]``."""

@@ -28,9 +28,9 @@ import aiohttp
 
 from longtail.core.errors import ConfigError
 from longtail.serve.body import with_priority
-from longtail.serve.calls import CHAT, COMPLETIONS, Call, Outcome, Reply
+from longtail.serve.calls import CHAT, COMPLETIONS, Call, Outcome, Reply, once
 from longtail.serve.errors import ApiError
-from longtail.serve.relay import Relay, once, read_answer
+from longtail.serve.relay import Relay, read_answer
 from longtail.serve.upstream import (
     Exchange,
     Failed,
