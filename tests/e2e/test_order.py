@@ -61,7 +61,6 @@ def test_with_forced_lengths_the_oracle_too_changes_nothing(tmp_path):
     taken = sorted(tuple(lengths[step, p, s] for s in range(4)) for step in range(3) for p in range(5))
     epochs = [tuple(row["lengths"][4 * epoch :][:4]) for epoch in (0, 1) for row in rows]
     assert [t for t in epochs if t not in taken] == []
-    assert runs["oracle"].record.steps("a")[1]["rollout_predicted_s"] > 0
 
 
 @pytest.mark.parametrize("order", ["fifo", "ranked"])

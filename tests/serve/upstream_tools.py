@@ -20,7 +20,7 @@ from longtail.serve.upstreams import Upstreams
 from serve.fake_upstream import FakeUpstream, Plan, stream_events
 
 BUSY = Plan(status=429, headers=[("Retry-After", "7")], body=b'{"error": {"message": "slow down", "code": "busy"}}')
-QUICK = Timeouts(connect_s=0.5, first_byte_s=5.0, idle_s=5.0)
+QUICK = Timeouts(connect_s=5.0, first_byte_s=5.0, idle_s=5.0)
 
 
 def call(*, path: str = CHAT, stream: bool = False, n: int = 1, body: bytes | None = None, **more: Any) -> Call:
