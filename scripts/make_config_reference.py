@@ -38,8 +38,9 @@ is not listed here is an error. What a run used, defaults included, is written t
   stand, such words and such numbers need quotes, so that nobody has to guess.
 * A section with nothing in it (`rollout:`) means its defaults. A key that appears twice is an error.
 * Anchors, aliases and merges (`train: &base {...}`, `train: *base`, `<<: *base`) work; tags such as `!!float` do not.
-* In `model`, `task`, `ranker` and `runs_dir`, `~` and `$VARIABLE` are replaced. Relative models, tasks, rankers and
-  reward modules are looked up beside the job file; `runs_dir` is relative to the working directory.
+* In `model`, `task`, `ranker`, `costs` and `runs_dir`, `~` and `$VARIABLE` are replaced. Relative models, tasks,
+  rankers, cost tables and reward modules are looked up beside the job file; `runs_dir` is relative to the working
+  directory.
 * Names of runs and pipelines become folders: 1 to 64 ASCII letters, digits, `.`, `_` or `-`, beginning with a letter
   or digit.
 

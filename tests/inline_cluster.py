@@ -5,20 +5,19 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 
+from longtail.cluster.connections import Connections
 from longtail.cluster.messages import Command, Connect, Lost, Report
 from longtail.cluster.worker import Worker
-from longtail.engine.comm import LocalCommunicator, ProcessGroupCommunicator
 
 
 class InlineCluster:
     """See ``longtail.cluster.protocol.Cluster``. ``kill(worker)`` makes a worker vanish between two quanta."""
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
+    def __init__(self, workers: int, *, communicator: str = "auto") -> None:
+        self.workers, self.communicator = workers, communicator
         self.devices = ["thread"] * workers
         self._stores: dict[str, torch.distributed.Store] = {}
         self._lost: queue.SimpleQueue[Lost] = queue.SimpleQueue()
@@ -31,11 +30,18 @@ class InlineCluster:
 
     def _connect_as(self, rank: int):
         def connect(command: Connect):
-            if self.workers == 1:
-                return LocalCommunicator()
-            store = self._stores.setdefault(command.store, torch.distributed.HashStore())
-            return ProcessGroupCommunicator(
-                store, rank=rank, size=self.workers, timeout=timedelta(seconds=20), interface_address="127.0.0.1"
+            store = None
+            if self.workers > 1:
+                store = self._stores.setdefault(command.store, torch.distributed.HashStore())
+            return Connections(
+                store,
+                worker=rank,
+                world=self.workers,
+                device=torch.device("cpu"),
+                kind=self.communicator,
+                host="here",
+                interface_address="127.0.0.1",
+                timeout_s=20.0,
             )
 
         return connect

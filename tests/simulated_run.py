@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from longtail.core.config import Pipeline
 from longtail.core.events import Event
 from longtail.core.types import Request
 from longtail.costs.decode import DecodeCosts
+from longtail.costs.table import CostTable, SwitchCosts
 from longtail.costs.worker import WorkerCosts
 from longtail.rl.tasks import Example
 from longtail.runtime.controller import Controller
@@ -25,6 +26,17 @@ COSTS = WorkerCosts(
     per_train_token_s=1e-4,
     update_s=0.5,
 )
+WIDE = replace(
+    COSTS,
+    decode_by_degree={
+        2: DecodeCosts(base_s=0.006, per_sequence_s=0.0008, per_prompt_token_s=6e-5),
+        4: DecodeCosts(base_s=0.004, per_sequence_s=0.0007, per_prompt_token_s=4e-5),
+    },
+    switch=SwitchCosts(handshake_s=0.003, move_s=0.001, move_byte_s=1e-9),
+    kv_heads=4,
+    kv_bytes=4096,
+)
+"""The same for tensor-parallel groups too."""
 
 
 @dataclass
@@ -89,17 +101,22 @@ def simulate(
     costs: Callable[[int, str], WorkerCosts] = lambda worker, pipeline: COSTS,
     natural: Callable[[str, int, Request], Sequence[int]] | None = None,
     ranker: Ranks | None = None,
+    table: CostTable | None = None,
+    alive_s: float = 0.05,
     on_event: Callable[[Event, SimulatedCluster, Controller], None] | None = None,
 ) -> Simulated:
-    """Run ``jobs`` to their end on prompts with these ``lengths`` (one row each)."""
+    """Run ``jobs`` to their end on prompts with these ``lengths`` (one row each); ``table`` are costs as measured."""
     cluster = SimulatedCluster(
-        workers, costs=costs, lengths=natural or (lambda pipeline, step, request: [10] * request.samples)
+        workers,
+        costs=costs,
+        lengths=natural or (lambda pipeline, step, request: [10] * request.samples),
+        alive_s=alive_s,
     )
     record = Recorder()
     plans = [
         PipelinePlan(
             name=name, config=job, model_folder=folder, folder=folder / name, kv_blocks=1, task=Rows(lengths),
-            tokenizer=Letters(), ranker=ranker,
+            tokenizer=Letters(), ranker=ranker, kv_heads=costs(0, name).kv_heads, table=table,
         )
         for name, job in jobs.items()
     ]  # fmt: skip

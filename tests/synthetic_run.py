@@ -8,7 +8,8 @@ What is true of it, for tests to compare with:
 * As everywhere in events, ``step`` is the number of steps done before; here and in displays steps count from 1.
 * Every step takes ``STEP_S`` seconds and has ``SAMPLES`` samples of 10, 20, 30 ... tokens. A valid step of ``sums``
   has reward ``0.05 x step``, one of ``collatz`` ``0.1 x step``; a step that a rollback makes void has ``VOID``.
-* Both workers are busy for ``BUSY`` of every step of ``sums``.
+* Both workers are busy for ``BUSY`` of every step of ``sums``. Half-way through its rollout they become a group of two,
+  which was predicted to gain ``PREDICTED_S`` and gained ``GAINED_S``; in step ``REFUSED`` that was refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from longtail.core.events import (
     CheckpointSaved,
     Event,
+    MoveEnded,
     MoveMade,
     Note,
     PipelineEnded,
@@ -40,6 +42,8 @@ BUSY = 0.75
 SAMPLES = 4
 TOKENS = 100  # 10 + 20 + 30 + 40
 VOID = 1e6
+PREDICTED_S, GAINED_S, COST_S = 0.5, 0.25, 0.005
+REFUSED = 15
 
 
 def two_pipelines() -> Iterator[Event]:
@@ -94,7 +98,11 @@ def step_events(
         yield Progress(
             t=t, worker=worker, pipeline=pipeline, substage="decode", waiting=0, running=2, lanes_used=6, lanes_total=96
         )
-        yield _span(t, t + half, worker, pipeline, "decode", step - 1, busy_s, tokens=TOKENS // workers)
+    if workers == 2:
+        yield from _rollout_that_widens(t, pipeline, step - 1, busy_s)
+    else:
+        for worker in range(workers):
+            yield _span(t, t + half, worker, pipeline, "decode", step - 1, busy_s, tokens=TOKENS // workers)
     for sample in range(SAMPLES):
         yield SequenceEnded(
             t=t + half, pipeline=pipeline, step=step - 1, prompt=sample // 2, sample=sample % 2, worker=sample % 2,
@@ -104,7 +112,28 @@ def step_events(
     yield StageEntered(t=t + half, pipeline=pipeline, step=step - 1, stage="train")
     for worker in range(workers):
         yield _span(t + half, t + STEP_S, worker, pipeline, "train", step - 1, busy_s, tokens=TOKENS)
+    if workers == 2:
+        refused = "12 blocks are free, and 40 are needed" if step == REFUSED else None
+        yield MoveEnded(
+            t=t + STEP_S, pipeline=pipeline, step=step - 1, move="widen", workers=[0, 1], cost_s=COST_S,
+            moved_bytes=0 if refused else 3 << 20, recomputed_tokens=0, predicted_cost_s=0.02, refused=refused,
+            **({} if refused else {"predicted_rest_s": 0.75, "rest_s": 0.5, "gain_s": GAINED_S}),
+        )  # fmt: skip
     yield StepEnded(t=t + STEP_S, pipeline=pipeline, step=step - 1, metrics=step_metrics(reward) | (metrics or {}))
+
+
+def _rollout_that_widens(t: float, pipeline: str, step: int, busy_s: float) -> Iterator[Event]:
+    """One second of rollout on two workers: alone, then together, when each tells of all tokens."""
+    middle, end = t + STEP_S / 4, t + STEP_S / 2
+    for worker in range(2):
+        yield _span(t, middle, worker, pipeline, "decode", step, busy_s / 2, tokens=TOKENS // 4)
+    yield MoveMade(
+        t=middle, pipeline=pipeline, step=step, move="widen", workers=[0, 1], reason="2 samples left", layout="TP2",
+        predicted_gain_s=PREDICTED_S, predicted_cost_s=0.02,
+    )  # fmt: skip
+    for worker in range(2):
+        yield _span(middle, middle, worker, pipeline, "switch", step, 0.0, tokens=0)
+        yield _span(middle, end, worker, pipeline, "decode", step, busy_s / 2, tokens=TOKENS // 2, tp=2)
 
 
 def step_metrics(reward: float) -> dict[str, float]:
@@ -115,7 +144,7 @@ def step_metrics(reward: float) -> dict[str, float]:
         "tokens": TOKENS, "length_mean": TOKENS / SAMPLES, "length_max": 40, "truncated_fraction": 0.0,
         "flat_group_fraction": 0.25, "time_s": STEP_S, "rollout_s": STEP_S / 2, "score_s": 0.0, "train_s": STEP_S / 2,
         "update_s": 0.1, "tokens_per_s": TOKENS / STEP_S, "preemptions": 0,
-        "rollout_idle_s": 0.1, "rollout_predicted_s": 0.9 * STEP_S / 2, "length_tau": 0.4,
+        "rollout_idle_s": 0.1, "rollout_predicted_s": 0.9 * STEP_S / 2, "length_tau": 0.4, "switches": 1.0,
     }  # fmt: skip
 
 
@@ -135,9 +164,8 @@ def _pipeline_started(t: float, pipeline: str, step: int, steps: int, *, reason:
         t=t, pipeline=pipeline, step=step, steps=steps, model="tiny", task=pipeline, parameters=1_250_000
     )
     yield MoveMade(
-        t=t, pipeline=pipeline, step=step, move="place", workers=[0, 1], reason="both workers are free",
-        predicted_gain_s=1.8, predicted_cost_s=0.02,
-    )  # fmt: skip
+        t=t, pipeline=pipeline, step=step, move="order", workers=[0, 1], reason="longest first", predicted_gain_s=1.8
+    )
 
 
 def _checkpoints(t: float, step: int, *pipelines: str) -> Iterator[Event]:
@@ -147,9 +175,18 @@ def _checkpoints(t: float, step: int, *pipelines: str) -> Iterator[Event]:
 
 
 def _span(
-    start: float, end: float, worker: int, pipeline: str, substage: str, step: int, busy_s: float, *, tokens: int
+    start: float,
+    end: float,
+    worker: int,
+    pipeline: str,
+    substage: str,
+    step: int,
+    busy_s: float,
+    *,
+    tokens: int,
+    tp: int = 1,
 ) -> Span:
     return Span(
         t=end, worker=worker, pipeline=pipeline, substage=substage, step=step, start=start, end=end, busy_s=busy_s,
-        quanta=50, tokens=tokens, batch=2.0,
+        quanta=50, tokens=tokens, batch=2.0, tp=tp,
     )  # fmt: skip

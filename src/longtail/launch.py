@@ -8,11 +8,15 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from longtail.cluster.protocol import Cluster
+from longtail.core.config import Jobs
 from longtail.core.errors import ConfigError
 from longtail.core.events import Note, RunEnded, RunStarted, Sink
+from longtail.costs import store
+from longtail.costs.table import CostTable
 from longtail.engine.engine import compile_kernels, kernels_are_compiled
 from longtail.engine.model import DTYPES
 from longtail.observe.fanout import FanOut
@@ -82,13 +86,13 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
             return RunResult(folder=folder, reason="finished", checkpoints=done, errors={})
         rewards = RewardPool(processes=jobs.reward_processes, log_path=folder / "rewards.log")
         stack.callback(rewards.close)
-        plans = _plans(checked, job_file, folder, rewards)
 
         def tell(text: str) -> None:
             sink.write(Note(level="info", message=text))
 
-        _compile(checked, job_file, tell=tell)
-        cluster = _start_cluster(checked, jobs.ray, tell=tell)
+        plans = _plans(checked, job_file, folder, rewards, tell=tell)
+        compile_for(checked, job_file, tell=tell)
+        cluster = start_cluster(checked, jobs, tell=tell)
         stack.callback(cluster.close)
         sink.write(_run_started(checked, job_file, cluster, resumed))
         for message in [*notes, *checked.warnings]:
@@ -108,7 +112,7 @@ def _finished_before(checked: CheckedJobs, job_file: JobFile, folder: Path) -> d
     return {name: f.path for name, f in found.items()} if over else {}
 
 
-def _compile(checked: CheckedJobs, job_file: JobFile, *, tell: Callable[[str], None]) -> None:
+def compile_for(checked: CheckedJobs, job_file: JobFile, *, tell: Callable[[str], None]) -> None:
     """Compile CPU kernels before workers start, so that they do not all do it (on a cluster each node does)."""
     if checked.device != "cpu":
         return
@@ -118,13 +122,20 @@ def _compile(checked: CheckedJobs, job_file: JobFile, *, tell: Callable[[str], N
             compile_kernels(DTYPES[dtype])
 
 
-def _start_cluster(checked: CheckedJobs, address: str, *, tell: Callable[[str], None]) -> Cluster:
-    if address == "local":
+def start_cluster(checked: CheckedJobs, jobs: Jobs, *, tell: Callable[[str], None]) -> Cluster:
+    """The workers that the jobs ask for. Raises ``CapacityError`` when they cannot be had."""
+    if jobs.ray == "local":
         # Ray reads this when it is imported: all its servers then listen on loopback only.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     from longtail.cluster.ray_cluster import RayCluster  # ray takes a second to import
 
-    return RayCluster(workers=checked.workers, threads=checked.threads_per_worker, address=address, tell=tell)
+    return RayCluster(
+        workers=checked.workers,
+        threads=checked.threads_per_worker,
+        address=jobs.ray,
+        tell=tell,
+        communicator=jobs.communicator,
+    )
 
 
 def _run_started(checked: CheckedJobs, job_file: JobFile, cluster: Cluster, resumed: bool) -> RunStarted:
@@ -140,8 +151,11 @@ def _run_started(checked: CheckedJobs, job_file: JobFile, cluster: Cluster, resu
     )
 
 
-def _plans(checked: CheckedJobs, job_file: JobFile, folder: Path, rewards: RewardPool) -> list[PipelinePlan]:
+def _plans(
+    checked: CheckedJobs, job_file: JobFile, folder: Path, rewards: RewardPool, *, tell: Callable[[str], None]
+) -> list[PipelinePlan]:
     base = job_file.base
+    tables = costs_folder(job_file)
     plans = []
     for name, found in checked.pipelines.items():
         config = job_file.jobs.pipelines[name]
@@ -165,9 +179,49 @@ def _plans(checked: CheckedJobs, job_file: JobFile, folder: Path, rewards: Rewar
                 tokenizer=found.tokenizer,
                 kv_tokens=found.kv_blocks // found.model.kv_heads * BLOCK_TOKENS,
                 ranker=found.ranker,
+                kv_heads=found.model.kv_heads,
+                table=_table(checked, job_file, name, tables, tell=tell),
+                keep_table=partial(_keep_table, tables, tell=tell),
             )
         )
     return plans
+
+
+def costs_folder(job_file: JobFile) -> Path:
+    """Where cost tables are looked for, and kept."""
+    from longtail.runtime.profiler import default_folder
+
+    return job_file.base / job_file.jobs.costs if job_file.jobs.costs else default_folder()
+
+
+def _table(
+    checked: CheckedJobs, job_file: JobFile, name: str, folder: Path, *, tell: Callable[[str], None]
+) -> CostTable | None:
+    """What the work of a pipeline costs here, if that was measured before. Of a cluster's machines nothing is known."""
+    from longtail.cluster.measure_key import cpu_name, table_key
+
+    jobs, found = job_file.jobs, checked.pipelines[name]
+    if jobs.ray != "local" or checked.device != "cpu" or isinstance(jobs.pipelines[name].rollout.tp, int):
+        return None
+    key = table_key(
+        found.model,
+        dtype=jobs.pipelines[name].dtype,
+        processor=cpu_name(),
+        workers=checked.workers,
+        threads=checked.threads_per_worker,
+        communicator="shm" if jobs.communicator == "auto" else jobs.communicator,
+    )
+    found_table = store.find(folder, key)
+    for warning in found_table.warnings:
+        tell(warning)
+    return found_table.table
+
+
+def _keep_table(folder: Path, table: CostTable, *, tell: Callable[[str], None]) -> None:
+    try:
+        store.save(folder, table)
+    except ConfigError as error:  # the run has it all the same
+        tell(str(error))
 
 
 def _compare_with_earlier(folder: Path, job_file: JobFile) -> tuple[list[str], bool]:

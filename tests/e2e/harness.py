@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from inline_cluster import InlineCluster
 from longtail.core.config import Pipeline
 from longtail.core.events import Event, Note, SequenceEnded, StepEnded
+from longtail.engine.checkpoint import check_model
 from longtail.engine.models import resolve_model
 from longtail.engine.tokenizer import Tokenizer
 from longtail.rl.reward_pool import RewardPool, RewardSpec
@@ -54,7 +55,7 @@ def small_pipeline(**changes: Any) -> Pipeline:
         "dtype": "float64",
         "steps": 3,
         "algorithm": {"group_size": 4},
-        "rollout": {"prompts": 3, "max_tokens": 24},
+        "rollout": {"prompts": 3, "max_tokens": 24, "tp": 1},
         "train": {"lr": 1e-3, "micro_tokens": 256},
         "checkpoint": {"every": 1},
     }
@@ -87,9 +88,10 @@ def run_inline(
     kv_blocks: int = 2000,
     base: Path | None = None,
     on_event: Callable[[Event, InlineCluster, Controller], None] | None = None,
+    communicator: str = "auto",
 ) -> Outcome:
     """Run ``jobs`` to their end in ``folder``; ``on_event`` may kill workers or interrupt."""
-    cluster = InlineCluster(workers)
+    cluster = InlineCluster(workers, communicator=communicator)
     rewards = RewardPool(processes=1, log_path=folder / "rewards.log")
     record = Recorder()
     try:
@@ -106,6 +108,7 @@ def run_inline(
 
 def plan(name: str, job: Pipeline, folder: Path, kv_blocks: int, rewards: RewardPool, base: Path) -> PipelinePlan:
     model_folder = resolve_model(job.model)
+    heads = check_model(model_folder).kv_heads
     rewards.open(
         name,
         RewardSpec(
@@ -125,4 +128,5 @@ def plan(name: str, job: Pipeline, folder: Path, kv_blocks: int, rewards: Reward
         kv_blocks=kv_blocks,
         task=load_task(job.task, job.task_args, seed=job.seed, base=base),
         tokenizer=Tokenizer.load(model_folder),
+        kv_heads=heads,
     )

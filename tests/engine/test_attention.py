@@ -20,7 +20,8 @@ class Side:
         heads = config.kv_heads if kv_heads is None else len(kv_heads)
         blocks = rows * heads * -(-reach // block_tokens)
         self.pool = LanePool(config, blocks=blocks, block_tokens=block_tokens, kv_heads=kv_heads, dtype=dtype)
-        self.pool._free = np.random.default_rng(1).permutation(self.pool._free)
+        store = self.pool.store
+        store.free_list = np.random.default_rng(1).permutation(store.free_list)
         self.attend = kind(self.pool, RopeTable(config, dtype=dtype, device=torch.device("cpu")))
         self.rows = np.array([self.pool.open() for _ in range(rows)])
         for row in self.rows:

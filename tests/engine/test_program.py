@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from engine.engine_models import random_model
+from engine.groups import in_group
 from longtail.engine.attention import LaneAttention
 from longtail.engine.lanes import LanePool
 from longtail.engine.program import LayerProgram
+from longtail.engine.shard import shard_of
 
 SHAPES = [
     {},
@@ -19,9 +21,9 @@ SHAPES = [
 class Runner:
     """One way to run a model's layers over lanes of its own."""
 
-    def __init__(self, model, attend_of):
+    def __init__(self, model, attend_of, kv_heads=None):
         self.model = model
-        self.pool = LanePool(model.config, blocks=300, dtype=model.dtype)
+        self.pool = LanePool(model.config, blocks=300, dtype=model.dtype, kv_heads=kv_heads)
         self.attend = attend_of(self.pool)
         self.rows = np.array([self.pool.open() for _ in range(3)])
         for row in self.rows:
@@ -72,3 +74,27 @@ def test_weights_that_change_in_place_or_move_are_seen():
     third = at_once(starts, counts)
     assert not torch.equal(second, third)
     assert torch.equal(third, one_by_one(starts, counts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("shape", "size"), [(SHAPES[0], 2), (SHAPES[1], 2), (SHAPES[1], 3), (SHAPES[2], 2)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_rank_of_a_group_gets_the_bits_of_one_by_one(dtype, shape, size, threads, tmp_path):
+    """Over batches that are larger than what the group was built for, too."""
+    model = random_model(dtype, **shape, hidden_size=64, intermediate_size=192)
+    _, one_by_one = pair(model)
+    batches = [([0, 0, 0], [1, 1, 1]), ([1, 1, 1], [300, 1, 40]), ([301, 2, 41], [1, 1, 1]), ([302, 3, 42], [1, 30, 2])]
+    expected = [one_by_one(*batch) for batch in batches]
+
+    def work(comm):
+        torch.set_num_threads(threads)
+        heads = range(*shard_of(model.config, comm.rank, size).heads)
+        runner = Runner(model, lambda pool: LayerProgram(model, pool, comm=comm, rows=2), heads)
+        return [runner(*batch) for batch in batches]
+
+    before = torch.get_num_threads()
+    try:
+        for results in in_group(work, size, tmp_path):
+            assert all(torch.equal(ours, whole) for ours, whole in zip(results, expected, strict=True))
+    finally:
+        torch.set_num_threads(before)

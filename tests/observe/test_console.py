@@ -17,17 +17,21 @@ from rich.console import Console
 
 from longtail.core.events import (
     Event,
+    MoveEnded,
     MoveMade,
     Note,
     PipelineEnded,
     PipelineStarted,
+    Rollback,
     RunEnded,
     RunStarted,
     SequenceEnded,
+    Span,
+    StageEntered,
     StepEnded,
 )
 from longtail.observe.live import RunView
-from longtail.observe.plain import PlainSink
+from longtail.observe.plain import MOVES_EVERY_S, MOVES_IN_FULL, PlainSink
 from longtail.observe.terminal import TerminalSink, console_sink, draw
 from longtail.observe.text import duration, number, one_line, reward, sparkline
 from synthetic_run import RESUMED, START, step_events, two_pipelines
@@ -81,7 +85,7 @@ def test_the_display_shows_step_reward_curve_stage_rate_and_workers():
     sums, collatz, workers = (line for line in screen(view, 80)[1:4])
     assert sums == "sums     step  7/20  reward  0.30 ▁▂▄▅▇█  rollout 1/4       66.7 tok/s"
     assert collatz == "collatz  step  6/10  reward  0.60 ▁▂▄▅▇█                    50.0 tok/s"
-    assert workers == "w0  75 %  sums decode b=2   w1  75 %  sums decode b=2"
+    assert workers == "w0+w1  75 %  TP2 sums decode b=2"
 
 
 def test_the_end_shows_the_outcome_and_the_error():
@@ -303,3 +307,86 @@ def test_a_move_that_every_step_makes_takes_no_line_of_a_display():
     shown = [line for line in screen(RunView.of([start, *moves]), 80) if "because" in line]
     assert len(shown) == 1
     assert "merge" in shown[0]
+
+
+def widened(t: float, step: int, *, lasts_s: float = 1.0, **outcome) -> list[Event]:
+    """A step that widens ``lasts_s`` seconds before its end."""
+    where = {"pipeline": "p", "step": step, "move": "widen", "workers": [0, 1]}
+    known = {"predicted_cost_s": 0.02, "gain_s": 1.6, "moved_bytes": 1_258_291, "recomputed_tokens": 0, "cost_s": 0.003}
+    return [
+        MoveMade(
+            t=t, **where, reason="2 samples left", layout="TP2", predicted_gain_s=1.8, predicted_cost_s=0.02
+        ),
+        MoveEnded(t=t + lasts_s, **where, **known | outcome),
+        StepEnded(t=t + lasts_s, pipeline="p", step=step, metrics={"reward_mean": 0.5}),
+    ]  # fmt: skip
+
+
+def test_a_widening_is_told_when_it_is_decided_and_when_it_is_known_what_it_brought():
+    start, *_ = one_pipeline(1, step_s=1.0)
+    decided, ended, _ = widened(START, 0)
+    view = RunView.of([start, decided])
+    assert screen(view, 120)[-1] == ("moves   widen p on w0,w1 to TP2: predicted +1.8 s, cost 0.02 s; 2 samples left")
+    view.apply(ended)
+    brought = "gained +1.6 s net (predicted +1.8 s), cost 3.0 ms (predicted 0.02 s), 1.2 MiB moved"
+    assert screen(view, 120)[-1] == f"moves   widen p on w0,w1 to TP2: {brought}"
+    assert [line[10:] for line in plain([start, decided, ended])[1:]] == [
+        "widen p on w0,w1 to TP2: predicted +1.8 s, cost 0.02 s; 2 samples left",
+        f"widen p on w0,w1 to TP2: {brought}",
+    ]
+
+
+def test_a_refused_move_says_why_and_one_whose_gain_is_not_known_what_it_cost():
+    start, *_ = one_pipeline(1, step_s=1.0)
+    decided, refused, _ = widened(START, 0, refused="12 blocks are free,\x1b[31m and 40 are needed", gain_s=None)
+    assert screen(RunView.of([start, decided, refused]), 120)[-1].endswith(
+        "widen p on w0,w1 to TP2 refused: 12 blocks are free, and 40 are needed"
+    )
+    decided, ended, _ = widened(START, 0, gain_s=None, moved_bytes=0, recomputed_tokens=1536)
+    assert screen(RunView.of([start, decided, ended]), 120)[-1].endswith(
+        "TP2: cost 3.0 ms (predicted 0.02 s), 1,536 tokens recomputed"
+    )
+
+
+def test_a_pipeline_that_widens_in_every_step_is_counted_now_and_then():
+    start, *_ = one_pipeline(1, step_s=1.0)
+    steps = [event for k in range(300) for event in widened(START + 2.0 * k, k)]
+    end = [PipelineEnded(t=START + 600, pipeline="p", step=300, reason="finished")]
+    lines = [line[10:] for line in plain([start, *steps, *end]) if "widen" in line]
+    in_full = [line for line in lines if line.startswith("widen p on")]
+    counted = [line for line in lines if not line.startswith("widen p on")]
+    assert len(in_full) == 2 * MOVES_IN_FULL
+    assert len(counted) <= 600 / MOVES_EVERY_S + 1
+    assert counted[0] == (
+        "p in the last 1 min 00 s: widen 31 (gained +49.6 s net (predicted +55.2 s), cost 0.09 s (predicted 0.62 s))"
+    )
+    told = sum(int(re.search(r"widen (\d+)", line)[1]) for line in counted)
+    assert told + MOVES_IN_FULL == 300
+
+
+def test_rare_moves_all_have_their_lines():
+    start, *_ = one_pipeline(1, step_s=1.0)
+    steps = [event for k in range(10) for event in widened(START + 100.0 * k, k, lasts_s=40.0)]
+    assert sum("widen p on w0,w1" in line for line in plain([start, *steps])) == 20
+
+
+def test_counted_moves_of_void_steps_are_not_told():
+    start, *_ = one_pipeline(1, step_s=1.0)
+    steps = [event for k in range(6) for event in widened(START + 2.0 * k, k)]
+    lines = plain([start, *steps, Rollback(t=START + 20, pipeline="p", step=0, reason="worker 1 lost")])
+    assert sum("widen" in line for line in lines) == 2 * MOVES_IN_FULL
+
+
+def test_measuring_costs_before_the_first_step_is_shown():
+    start, begun, *_ = one_pipeline(1, step_s=1.0)
+    profile = [
+        StageEntered(t=START + 1, pipeline="p", step=0, stage="profile"),
+        Span(
+            t=START + 2, worker=0, pipeline="p", substage="profile", step=0, start=START + 1, end=START + 2, busy_s=1.0,
+            quanta=1, tokens=0, batch=0.0,
+        ),
+    ]  # fmt: skip
+    assert any(line.endswith("p measures what its work costs here") for line in plain([start, begun, *profile]))
+    lines = screen(RunView.of([start, begun, *profile]), 80)
+    assert "profile" in lines[1]
+    assert lines[2] == "w0  50 %  p profile"

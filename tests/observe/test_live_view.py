@@ -6,13 +6,16 @@ from longtail.core.events import (
     PipelineStarted,
     Progress,
     Rollback,
+    RunEnded,
     RunStarted,
     SequenceEnded,
     Span,
     StageEntered,
     StepEnded,
+    WorkerLost,
 )
-from longtail.observe.live import QUIET_S, WINDOW_S, RunView
+from longtail.observe.live import RunView
+from longtail.observe.views import QUIET_S, WINDOW_S
 from synthetic_run import START, STEP_S, step_events, two_pipelines
 
 
@@ -20,10 +23,17 @@ def started(t=0.0, workers=1):
     return RunStarted(t=t, run="r", version="0", workers=workers, devices=["cpu"] * workers, pipelines=["p"])
 
 
-def span(start, end, busy_s, *, substage="decode", tokens=0, worker=0):
+def span(start, end, busy_s, *, substage="decode", tokens=0, worker=0, tp=1, pipeline="p"):
     return Span(
-        t=end, worker=worker, pipeline="p", substage=substage, step=0, start=start, end=end, busy_s=busy_s, quanta=1,
-        tokens=tokens, batch=2.0,
+        t=end, worker=worker, pipeline=pipeline, substage=substage, step=0, start=start, end=end, busy_s=busy_s,
+        quanta=1, tokens=tokens, batch=2.0, tp=tp,
+    )  # fmt: skip
+
+
+def progress(t, worker, *, pipeline="p", substage="decode", waiting=0, running=0):
+    return Progress(
+        t=t, worker=worker, pipeline=pipeline, substage=substage, waiting=waiting, running=running, lanes_used=0,
+        lanes_total=9,
     )  # fmt: skip
 
 
@@ -133,3 +143,65 @@ def test_a_resumed_run_shows_waiting_pipelines_and_forgets_old_windows():
             assert {p.status for p in view.pipelines.values()} == {"waiting"}
             assert view.utilisation(0) is None
             assert view.work(0) == "idle"
+
+
+def test_tokens_of_a_tensor_parallel_group_count_once_and_its_workers_are_busy_each_for_itself():
+    view = RunView.of([started(workers=3)])
+    for i in range(10):
+        for worker in range(2):
+            view.apply(span(i, i + 1.0, 0.9 - 0.2 * worker, tokens=80, worker=worker, tp=2))
+        view.apply(span(i, i + 1.0, 0.5, tokens=20, worker=2))
+    assert view.pipelines["p"].tokens_per_s() == pytest.approx(100.0)
+    assert [view.utilisation(w) for w in range(3)] == [pytest.approx(0.9), pytest.approx(0.7), pytest.approx(0.5)]
+    assert view.groups() == [(0, 1), (2,)]
+    assert [view.work(w) for w in range(3)] == ["TP2 p decode b=2", "TP2 p decode b=2", "p decode b=2"]
+
+
+def test_workers_are_shown_together_while_they_sample_together():
+    view = RunView.of([started(workers=5)])
+    for worker in range(4):
+        view.apply(span(0, 1.0, 1.0, worker=worker, tp=2))
+    view.apply(span(0, 1.0, 1.0, worker=4))
+    assert view.groups() == [(0, 1), (2, 3), (4,)]
+    for worker in range(4):
+        view.apply(span(1.0, 1.0, 0.0, substage="switch", worker=worker, tp=2))
+        view.apply(span(1.0, 2.0, 1.0, worker=worker, tp=4))
+    assert view.groups() == [(0, 1, 2, 3), (4,)]
+    view.apply(span(2.0, 3.0, 1.0, substage="train", worker=0))
+    view.apply(progress(3.0, 1, substage="train"))
+    assert view.groups() == [(0,), (1,), (2, 3), (4,)]
+    assert view.groups(now=3.0 + 2 * WINDOW_S) == [(0,), (1,), (2,), (3,), (4,)]
+    view.apply(WorkerLost(t=3.0, worker=2, reason="?"))
+    assert view.groups() == [(0,), (1,), (2,), (3,), (4,)]
+    view.apply(RunEnded(t=3.0, reason="finished"))
+    assert view.groups() == [(0,), (1,), (2,), (3,), (4,)]
+
+
+def test_groups_of_two_pipelines_are_two_groups():
+    view = RunView.of([started(workers=4)])
+    for worker, pipeline in enumerate("ppqq"):
+        view.apply(span(0, 1.0, 1.0, worker=worker, tp=2, pipeline=pipeline))
+    assert view.groups() == [(0, 1), (2, 3)]
+
+
+def test_samples_of_a_tensor_parallel_group_are_expected_once():
+    view = RunView.of(
+        [started(workers=3), PipelineStarted(t=0, pipeline="p", step=0, steps=9, model="m", task="t", parameters=1)]
+    )
+    view.apply(StageEntered(t=0, pipeline="p", step=0, stage="rollout"))
+    for worker in range(3):
+        view.apply(span(0, 1.0, 1.0, worker=worker, tp=3))
+        view.apply(progress(1.0, worker, waiting=3, running=4))
+    assert view.pipelines["p"].samples_expected == 7
+    assert view.work(1) == "TP3 p decode b=4"
+
+
+def test_a_pipeline_that_waits_for_a_group_to_end_does_not_seem_to_work():
+    view = RunView.of([started(workers=2)])
+    for worker in range(2):
+        view.apply(span(0, 1.0, 1.0, worker=worker, tp=2))
+        view.apply(progress(1.0, worker, pipeline="q", substage="train"))
+    assert view.groups() == [(0, 1)]
+    assert view.work(0) == "TP2 p decode b=2"
+    view.apply(span(1.0, 2.0, 1.0, worker=0, pipeline="q", substage="train"))
+    assert view.work(0) == "q train"

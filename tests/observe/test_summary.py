@@ -12,7 +12,18 @@ from longtail.core.events import PipelineEnded, PipelineStarted, Rollback, RunEn
 from longtail.observe.live import RunView
 from longtail.observe.store import RunStore, read_events
 from longtail.observe.summary import render, summarise
-from synthetic_run import FIRST_LIFE_S, RESUMED, SECOND_LIFE_S, STEP_S, TOKENS, step_events, two_pipelines
+from synthetic_run import (
+    COST_S,
+    FIRST_LIFE_S,
+    GAINED_S,
+    PREDICTED_S,
+    RESUMED,
+    SECOND_LIFE_S,
+    STEP_S,
+    TOKENS,
+    step_events,
+    two_pipelines,
+)
 
 
 def printed(summary, width=80) -> str:
@@ -79,6 +90,27 @@ def test_a_resumed_run_on_fewer_workers_counts_each_worker_only_while_it_was_the
     summary = summarise(events)
     assert summary.running_s == 6.0
     assert summary.idle == {0: pytest.approx(1 - 3.0 / 6.0), 1: pytest.approx(1 - 1.5 / 2.0)}
+
+
+def test_moves_are_summed_by_kind_without_those_of_void_steps_and_without_refused_ones():
+    sums, collatz = summarise(two_pipelines()).pipelines
+    widen = sums.moves["widen"]
+    assert (widen.count, widen.refused, widen.judged, widen.priced) == (19, 1, 19, 19)
+    assert widen.predicted_net_s == pytest.approx(19 * (PREDICTED_S - 0.02))
+    assert widen.net_s == pytest.approx(19 * GAINED_S)
+    assert widen.cost_s == pytest.approx(19 * COST_S)
+    assert collatz.moves == {}
+    assert list(sums.moves) == ["widen"]  # a routine one is none
+
+
+def test_the_table_counts_moves_and_a_line_says_what_each_kind_brought():
+    text = printed(summarise(two_pipelines()), 120)
+    header, sums, collatz = text.splitlines()[:3]
+    assert "moves" in header
+    assert "  widen 19  " in sums
+    assert "  -  " in collatz
+    assert "widen: gained +4.8 s net (predicted +9.1 s), cost 0.10 s (predicted 0.38 s), 1 refused" in text.splitlines()
+    assert "moves" not in printed(summarise(e for e in two_pipelines() if e.kind not in ("move", "move_ended")))
 
 
 @pytest.mark.parametrize("width", [80, 120])

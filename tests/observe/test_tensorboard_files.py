@@ -9,7 +9,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from longtail.core.events import RunStarted, StepEnded
 from longtail.observe.tensorboard import WORKERS_RUN, TensorBoardSink
-from synthetic_run import BUSY, RESUMED, START, STEP_S, TOKENS, step_events, two_pipelines
+from synthetic_run import (
+    BUSY,
+    GAINED_S,
+    PREDICTED_S,
+    REFUSED,
+    RESUMED,
+    START,
+    STEP_S,
+    TOKENS,
+    step_events,
+    two_pipelines,
+)
 
 
 def written(folder, events):
@@ -35,11 +46,23 @@ def test_tensorboard_shows_every_metric_of_the_valid_steps_only(tmp_path):
     sums, collatz = read(tmp_path / "sums"), read(tmp_path / "collatz")
     assert steps(sums) == [(k, 0.05 * k) for k in range(1, 21)]
     assert steps(collatz) == [(k, 0.1 * k) for k in range(1, 9)]
-    assert set(sums.Tags()["scalars"]) == set(next(e for e in two_pipelines() if isinstance(e, StepEnded)).metrics)
+    metrics = set(next(e for e in two_pipelines() if isinstance(e, StepEnded)).metrics)
+    assert set(collatz.Tags()["scalars"]) == metrics
+    assert {tag for tag in sums.Tags()["scalars"] if "/" not in tag} == metrics
     lengths = [point.histogram_value for point in sums.Histograms("length")]
     assert len(lengths) == 20
     assert (lengths[0].num, lengths[0].min, lengths[0].max, lengths[0].sum) == (4, 10, 40, TOKENS)
     assert sum(lengths[0].bucket) == 4
+
+
+def test_what_moves_were_predicted_to_bring_and_brought_are_curves_over_the_valid_steps(tmp_path):
+    written(tmp_path, two_pipelines())
+    sums = read(tmp_path / "sums")
+    carried_out = [k for k in range(1, 21) if k != REFUSED]
+    assert steps(sums, "widen/count") == [(k, float(k != REFUSED)) for k in range(1, 21)]
+    assert steps(sums, "widen/net_gain_s") == [(k, GAINED_S) for k in carried_out]
+    assert steps(sums, "widen/predicted_net_gain_s") == [(k, PREDICTED_S - 0.02) for k in carried_out]
+    assert steps(sums, "widen/predicted_cost_s") == [(k, 0.02) for k in carried_out]
 
 
 def test_a_resumed_run_writes_a_second_file_and_continues_the_curves(tmp_path):

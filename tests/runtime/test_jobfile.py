@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from longtail.core.config import NAME, Algorithm, Checkpoints, Jobs, Pipeline, Rollout, Train
 from longtail.core.errors import ConfigError
+from longtail.runtime import schema
 from longtail.runtime.jobfile import dump_resolved, jobs_from_python, load_jobs
 
 HEAD = "pipelines:\n  sums:\n    model: tiny\n    task: collatz\n"
@@ -37,6 +38,9 @@ def value(line: str, *path: str):
         found = getattr(found, name)
     return found
 
+
+TP = "must be a whole number from 1 to 1024, auto, oracle or threshold:K"
+K = "K is a whole number from 1 to 9999999, such as threshold:16."
 
 # One bad line in a pipeline (line 5 of the file), and what is said about it.
 BAD_LINES = {
@@ -83,6 +87,30 @@ BAD_LINES = {
     "train: {lr: 1_000.5}": "train.lr = '1_000.5': must be a number above 0 and at most 10, not text. "
     "Numbers are written in plain decimal digits, such as 1000, 0.5 or 1e-6.",
     "steps: yes": "steps = 'yes': must be a whole number of at least 1, not text.",
+    # a number or one of some words
+    "rollout: {tp: 0}": f"rollout.tp = 0: {TP}.",
+    "rollout: {tp: -1}": f"rollout.tp = -1: {TP}.",
+    "rollout: {tp: 2000}": f"rollout.tp = 2000: {TP}.",
+    'rollout: {tp: "4"}': f"rollout.tp = '4': {TP}. Remove the quotes.",
+    "rollout: {tp: fast}": f"rollout.tp = 'fast': {TP}.",
+    "rollout: {tp: Auto}": f"rollout.tp = 'Auto': {TP}; did you mean 'auto'?",
+    "rollout: {tp: orcale}": f"rollout.tp = 'orcale': {TP}; did you mean 'oracle'?",
+    "rollout: {tp: treshold:8}": f"rollout.tp = 'treshold:8': {TP}; did you mean 'threshold:K'?",
+    "rollout: {tp: threshold}": f"rollout.tp = 'threshold': {TP}. {K}",
+    "rollout: {tp: threshold:0}": f"rollout.tp = 'threshold:0': {TP}. {K}",
+    "rollout: {tp: threshold:x}": f"rollout.tp = 'threshold:x': {TP}. {K}",
+    "rollout: {tp: threshold:-4}": f"rollout.tp = 'threshold:-4': {TP}. {K}",
+    "rollout: {tp: threshold:10000000}": f"rollout.tp = 'threshold:10000000': {TP}. {K}",
+    "rollout: {tp: 2.5}": f"rollout.tp = 2.5: {TP}.",
+    "rollout: {tp: 2.0}": f"rollout.tp = 2.0: {TP}. Write 2.",
+    "rollout: {tp: .nan}": f"rollout.tp = .nan: {TP}.",
+    "rollout: {tp: 0x2}": f"rollout.tp = '0x2': {TP}. Numbers are written in plain decimal digits, such as 1000, 0.5 "
+    "or 1e-6.",
+    "rollout: {tp: true}": f"rollout.tp = true: {TP}, not true or false.",
+    "rollout: {tp: [2]}": f"rollout.tp = [2]: {TP}, not a list.",
+    "rollout: {tp: {degree: 2}}": f"rollout.tp = {{...}}: {TP}, not a section of keys.",
+    'rollout: {tp: ""}': f"rollout.tp = '': {TP}.",
+    "rollout: {tp: }": f"rollout.tp = (empty): has no value; give {TP[8:]} (or leave it out for auto).",
     # words and texts
     "dtype: float16": "dtype = 'float16': must be float32, bfloat16 or float64; did you mean 'bfloat16'?",
     "dtype: 32": "dtype = 32: must be float32, bfloat16 or float64.",
@@ -132,6 +160,8 @@ BAD_KEYS = {
     "train: {learning_rate: 3}": "unknown key 'learning_rate'; known keys are lr, micro_tokens, warmup_steps, "
     "schedule, "
     "betas, eps, weight_decay, max_grad_norm.",
+    "tp: 2": "unknown key 'tp'; did you mean 'rollout.tp'?",
+    "rollout: {communicator: shm}": "unknown key 'communicator'; it stands at the top of the file, beside 'pipelines'.",
     "rollout: {group_size: 4}": "unknown key 'group_size'; did you mean 'algorithm.group_size'?",
 }  # fmt: skip
 
@@ -150,6 +180,19 @@ BAD_FILES = {
         "jobs.yaml:1: ray = 'locl': must be local, auto, or an address such as 10.0.0.1:6379 or ray://10.0.0.1:10001."
     ],
     "piplines:\n  a: {}\n": ["jobs.yaml:1: unknown key 'piplines'; did you mean 'pipelines'?"],
+    "communicator: mpi\n" + HEAD: ["jobs.yaml:1: communicator = 'mpi': must be auto, shm, gloo or nccl."],
+    "communicator: NCCL\n" + HEAD: [
+        "jobs.yaml:1: communicator = 'NCCL': must be auto, shm, gloo or nccl; did you mean 'nccl'?"
+    ],
+    "communicator:\n" + HEAD: [
+        "jobs.yaml:1: communicator = (empty): has no value; give auto, shm, gloo or nccl (or leave it out for auto)."
+    ],
+    "costs: ''\n" + HEAD: ["jobs.yaml:1: costs = '': must not be empty."],
+    "costs: 3\n" + HEAD: [
+        'jobs.yaml:1: costs = 3: must be text that is not empty or null, not a number. Put it in quotes: "3".'
+    ],
+    "costs: [a]\n" + HEAD: ["jobs.yaml:1: costs = ['a']: must be text that is not empty or null, not a list."],
+    "tp: 2\n" + HEAD: ["jobs.yaml:1: unknown key 'tp'; did you mean 'pipelines.NAME.rollout.tp'?"],
     "lr: 1\n" + HEAD: ["jobs.yaml:1: unknown key 'lr'; did you mean 'pipelines.NAME.train.lr'?"],
     "workers: 2\n": ["jobs.yaml:1: the key 'pipelines' is missing: the pipelines by name."],
     "pipelines:\n": ["jobs.yaml:1: pipelines: at least one pipeline is needed, such as 'sums:' with its keys."],
@@ -257,6 +300,23 @@ def test_a_fraction_needs_no_digit_before_the_point_and_a_whole_number_is_a_frac
     assert value("rollout: {top_p: .5}", "rollout", "top_p") == 0.5
     assert value("rollout: {temperature: 2}", "rollout", "temperature") == 2.0
     assert value("train: {betas: [0, .95]}", "train", "betas") == (0.0, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "threshold"),
+    [("1", 1, None), ("1024", 1024, None), ("auto", "auto", None), ('"oracle"', "oracle", None)]
+    + [(f"threshold:{k}", f"threshold:{k}", k) for k in (1, 16, 9999999)],
+)
+def test_a_tensor_parallel_degree_is_a_number_or_a_policy(text, found, threshold):
+    rollout = value(f"rollout: {{tp: {text}}}", "rollout")
+    assert (rollout.tp, rollout.tp_threshold) == (found, threshold)
+
+
+@pytest.mark.parametrize("key", [key for key in schema.keys().values() if key.words], ids=lambda key: key.name)
+def test_words_that_may_stand_instead_of_a_number_are_accepted(key):
+    for word in key.words:
+        text = word.text.replace("K", "3")
+        assert value(f"{key.path[2]}: {{{key.name}: {text}}}", *key.path[2:]) == text
 
 
 @pytest.mark.parametrize("empty", ["", "null", "~"])
@@ -423,6 +483,7 @@ pipelines = st.builds(
         prompts=st.integers(1, 99),
         stop=st.lists(texts, max_size=3),
         top_p=fractions,
+        tp=st.integers(1, 1024) | st.sampled_from(["auto", "oracle", "threshold:1", "threshold:16"]),
         kv_gib=st.none() | fractions,
     ),
     train=st.builds(Train, lr=fractions, betas=st.tuples(fractions, fractions), max_grad_norm=st.none() | fractions),
@@ -435,6 +496,8 @@ all_jobs = st.builds(
     runs_dir=paths,
     ray=st.sampled_from(["local", "auto", "10.0.0.1:6379", "ray://head:10001"]),
     workers=st.none() | st.integers(1, 9),
+    communicator=st.sampled_from(["auto", "shm", "gloo", "nccl"]),
+    costs=st.none() | paths,
     pipelines=st.dictionaries(names, pipelines, min_size=1, max_size=3),
 )
 

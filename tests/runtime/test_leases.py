@@ -67,3 +67,54 @@ def test_no_worker_is_ever_in_two_leases_and_every_request_is_served(actions):
         held = {lease.lease_id: lease for lease in book.grant()}
         served += len(held)
     assert served == asked
+
+
+def test_switch_leases_of_a_pipeline_grow_into_one_and_only_the_new_one_counts():
+    book = LeaseBook()
+    book.ask("a", (0, 1), "switch")
+    book.ask("a", (2, 3), "switch")
+    pairs = book.grant()
+    book.ask("a", (1, 2), "switch")
+    (whole,) = book.grant()
+    assert whole.workers == (0, 1, 2, 3)
+    for lease in pairs:  # late words about what has ended
+        for worker in lease.workers:
+            book.member_done("a", worker, lease.lease_id)
+    book.ask("b", (3,))
+    assert book.grant() == []
+    for worker in whole.workers:
+        book.member_done("a", worker, whole.lease_id)
+    assert [lease.pipeline for lease in book.grant()] == ["b"]
+
+
+def test_a_switch_does_not_grow_past_somebody_who_asked_before():
+    book = LeaseBook()
+    book.ask("a", (0, 1), "switch")
+    book.grant()
+    book.ask("b", (1, 2))
+    book.ask("a", (0, 1, 2, 3), "switch")
+    assert book.grant() == []
+    assert book.waited_for("a") and not book.waited_for("b")
+
+
+def test_what_is_withdrawn_or_forgotten_stands_in_nobodys_way():
+    book = LeaseBook()
+    book.ask("a", (0, 1), "switch")
+    book.grant()
+    book.ask("b", (0, 1))
+    book.ask("a", (0, 1, 2), "switch")
+    book.withdraw("a")
+    assert book.grant() == []
+    book.forget("a")
+    assert [lease.pipeline for lease in book.grant()] == ["b"]
+
+
+def test_the_update_of_a_pipeline_waits_until_its_groups_are_dissolved():
+    book = LeaseBook()
+    book.ask("a", (0, 1), "switch")
+    (switch,) = book.grant()
+    book.ask("a", (0, 1), "update")
+    assert book.grant() == []
+    book.member_done("a", 0, switch.lease_id)
+    book.member_done("a", 1, switch.lease_id)
+    assert [lease.purpose for lease in book.grant()] == ["update"]

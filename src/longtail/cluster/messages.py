@@ -8,6 +8,9 @@ arrives from an earlier attempt is dropped by the receiver.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from longtail.core.config import Pipeline
 from longtail.core.events import Event
@@ -69,6 +72,32 @@ class Generate(PipelineCommand):
 
     step: int
     requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch(PipelineCommand):
+    """Go over to ``groups``, a partition of the lease's workers, at the next quantum boundary, with all sequences.
+
+    It is sent to the leaders of the present groups, who pass it on. ``how`` says by which means lanes get to where they
+    are needed: ``move``, ``recompute``, or by sequence whichever is cheaper (``auto``), at ``per_byte_s`` seconds for
+    a byte moved and ``per_token_s`` for a token recomputed.
+    """
+
+    step: int
+    lease: Lease
+    groups: tuple[tuple[int, ...], ...]
+    how: str = "auto"
+    per_byte_s: float = 0.0
+    per_token_s: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(PipelineCommand):
+    """Measure what work of this pipeline costs, as a member of ``lease`` over all workers, at each of ``degrees``."""
+
+    lease: Lease
+    degrees: tuple[int, ...]
+    fine: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +163,42 @@ class Sampled(PipelineReport):
     completions: tuple[Completion, ...]
     started: tuple[float, ...]
     ended: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alive(PipelineReport):
+    """What is in flight on a worker, or in the group that it leads: ``generated[i]`` int32 [samples] are the tokens
+    that each sample of the request ``request_ids[i]`` has so far, -1 if it has ended, and none if its prompt waits."""
+
+    step: int
+    request_ids: tuple[str, ...]
+    generated: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switched(PipelineReport):
+    """This worker is in the group of the layout that was asked for; or it is not, since the switch was ``refused``.
+
+    ``moved_bytes`` came in from others; ``duration_s`` is from the moment it stopped sampling to the moment it can go
+    on, without waiting for others to stop. ``sequences`` are all of the lease's.
+    """
+
+    step: int
+    lease_id: int
+    groups: tuple[tuple[int, ...], ...]
+    duration_s: float
+    sequences: int
+    moved_bytes: int
+    recomputed_tokens: int
+    refused: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled(PipelineReport):
+    """``table`` is a cost table as plain data (``costs/table.py``); only the lease's first worker has one."""
+
+    lease_id: int
+    table: dict[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)

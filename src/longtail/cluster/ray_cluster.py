@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from longtail.cluster.connections import Connections
 from longtail.cluster.guard import Guard
 from longtail.cluster.messages import Command, Connect, Lost, Report
 from longtail.cluster.worker import Worker
@@ -31,8 +31,6 @@ from longtail.core.errors import CapacityError, PeerLost
 
 POLL_S = 0.25
 START_TIMEOUT_S = 300.0
-PEER_TIMEOUT_S = 1800.0
-"""A dead peer is noticed at once (gloo); a live one may be in a long save or load of another pipeline."""
 WAIT_NOTE_S = 15.0
 ANSWER_S = 10.0
 
@@ -41,11 +39,11 @@ ANSWER_S = 10.0
 class RayWorker:
     """The process of one worker slot."""
 
-    def __init__(self, worker: int, world: int, threads: int, cores: tuple[int, ...]) -> None:
+    def __init__(self, worker: int, world: int, threads: int, cores: tuple[int, ...], communicator: str) -> None:
         if cores:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, cores)
-        self._threads, self._failure = threads, ""
+        self._threads, self._failure, self._communicator = threads, "", communicator
         device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self._worker = Worker(worker, world, device=device, connect=self._connect)
         self._loop = threading.Thread(target=self._run, name="quanta", daemon=True)
@@ -59,28 +57,24 @@ class RayWorker:
             self._failure = f"its loop ended with {type(error).__name__}: {error}"
             raise
 
-    def _connect(self, command: Connect):
-        from longtail.engine.comm import ProcessGroupCommunicator
-
+    def _connect(self, command: Connect) -> Connections:
         world, rank = self._worker.world, self._worker.worker
-        if world == 1:
-            from longtail.engine.comm import LocalCommunicator
-
-            return LocalCommunicator()
         host, _, port = command.store.rpartition(":")
+        store: torch.distributed.Store | None = None
         try:
-            if not host:
-                store: torch.distributed.Store = torch.distributed.FileStore(command.store, world)
-            else:
+            if world > 1 and not host:
+                store = torch.distributed.FileStore(command.store, world)
+            elif world > 1:
                 store = torch.distributed.TCPStore(host, int(port), world, is_master=rank == 0, wait_for_workers=False)
         except (RuntimeError, torch.distributed.DistError, OSError) as error:
             raise PeerLost(f"worker {rank} cannot reach the meeting point {command.store}: {error}") from error
-        return ProcessGroupCommunicator(
+        return Connections(
             store,
-            rank=rank,
-            size=world,
+            worker=rank,
+            world=world,
             device=self._worker.device,
-            timeout=timedelta(seconds=PEER_TIMEOUT_S),
+            kind=self._communicator,
+            host=ray.get_runtime_context().get_node_id(),
             interface_address=ray.util.get_node_ip_address() if host else "127.0.0.1",
         )
 
@@ -113,11 +107,13 @@ class RayWorker:
 class RayCluster:
     """See :class:`longtail.cluster.protocol.Cluster`. ``address`` is ``local``, ``auto`` or a Ray address.
 
-    ``tell`` gets a sentence now and then while workers are awaited. Raises ``CapacityError`` when they cannot be had.
+    ``tell`` gets a sentence now and then while workers are awaited; ``communicator`` is as in a job file. Raises ``CapacityError`` when they cannot be had.
     """
 
-    def __init__(self, *, workers: int, threads: int, address: str, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(
+        self, *, workers: int, threads: int, address: str, tell: Callable[[str], None], communicator: str = "auto"
+    ) -> None:
+        self._tell, self._communicator = tell, communicator
         self.workers, self._threads = workers, threads
         self._local = address == "local"
         environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -149,7 +145,7 @@ class RayCluster:
             num_cpus=self._threads,
             num_gpus=self._gpus,
             runtime_env=self._runtime_env,
-        ).remote(worker, self.workers, self._threads, mine)
+        ).remote(worker, self.workers, self._threads, mine, self._communicator)
 
     def _await(self, actors: dict[int, Any]) -> None:
         """Wait until the actors answer. Raises ``CapacityError`` when the cluster cannot place them."""

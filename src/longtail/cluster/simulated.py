@@ -13,10 +13,10 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from longtail.cluster.messages import Command, Lost, Report
+from longtail.cluster.messages import Command, Connect, Lost, Report
+from longtail.cluster.simulated_connections import SimulatedConnections
 from longtail.cluster.simulated_worker import Lengths, SimulatedWorker
 from longtail.core.errors import CapacityError
-from longtail.core.types import Lease
 from longtail.costs.worker import WorkerCosts
 
 
@@ -46,7 +46,8 @@ class SimulatedCluster:
 
     ``costs(worker, pipeline)`` says what work takes, ``lengths(pipeline, step, request)`` how long the samples of a
     request would get (their cap and forced lengths are seen to). Each command and report travels for ``message_s``
-    seconds; a restarted worker takes ``start_s``.
+    seconds; a restarted worker takes ``start_s``. Where the layout of a rollout may change, workers say how far it is
+    every ``alive_s`` seconds.
 
     >>> cluster = SimulatedCluster(64, costs=lambda worker, pipeline: costs, lengths=lengths)
     >>> Controller(cluster, plans, rewards=rewards, sink=sink, clock=cluster.clock).run()
@@ -60,20 +61,20 @@ class SimulatedCluster:
         lengths: Lengths,
         message_s: float = 0.002,
         start_s: float = 10.0,
+        alive_s: float = 0.05,
         start_time: float = 0.0,
     ) -> None:
         self.workers = workers
         self.devices = ["simulated"] * workers
         self.clock = VirtualClock(start_time)
         self._costs, self._lengths = costs, lengths
-        self._message_s, self._start_s = message_s, start_s
+        self._message_s, self._start_s, self.alive_s = message_s, start_s, alive_s
         self._events: list[_Event] = []
         self._number = 0
         self._reports: list[Report] = []
         self._awake = False
         self._slots: dict[int, SimulatedWorker] = {}
-        self._joined: dict[Lease, list[int]] = {}
-        """Members that wait inside the collective of a lease."""
+        self.connections = SimulatedConnections(self)
         for worker in range(workers):
             self._slots[worker] = self._fresh(worker)
 
@@ -81,8 +82,11 @@ class SimulatedCluster:
 
     def send(self, worker: int, commands: Sequence[Command]) -> None:
         target = self._slots.get(worker)
+        for command in commands:
+            if isinstance(command, Connect):
+                self.connections.announce(worker, command.generation, arrives=target is not None)
         if target is not None:
-            self._after(self._message_s, lambda: target.receive(commands) if self._alive(target) else None)
+            self.later(self._message_s, lambda: target.receive(commands) if self._alive(target) else None)
 
     def poll(self, timeout_s: float) -> list[Report]:
         deadline = self.clock.now + timeout_s
@@ -118,43 +122,36 @@ class SimulatedCluster:
 
     def kill(self, worker: int, *, after_s: float = 0.0) -> None:
         """The worker's process ends ``after_s`` seconds from now: nothing more is heard of it but that it is lost."""
-        self._after(after_s, lambda: self._die(worker))
+        self.later(after_s, lambda: self._die(worker))
 
     # What workers call
 
+    def worker(self, index: int) -> SimulatedWorker:
+        """Raises ``KeyError`` if it is lost."""
+        return self._slots[index]
+
     def after(self, worker: SimulatedWorker, seconds: float, happen: Callable[[], None]) -> None:
         """Call ``happen`` in so many seconds, if ``worker`` still lives then."""
-        self._after(seconds, lambda: happen() if self._alive(worker) else None)
+        self.later(seconds, lambda: happen() if self._alive(worker) else None)
+
+    def later(self, seconds: float, happen: Callable[[], None]) -> None:
+        """Call ``happen`` in so many seconds."""
+        self._number += 1
+        heapq.heappush(self._events, _Event(self.clock.now + seconds, self._number, happen))
 
     def report(self, report: Report) -> None:
         """On its way to the controller; what is on its way arrives, even if the sender dies."""
-        self._after(self._message_s, lambda: self._reports.append(report))
-
-    def join(self, worker: int, lease: Lease, update_s: float) -> None:
-        """``worker`` is inside the collective of ``lease``, which takes ``update_s`` once all members are there."""
-        members = self._joined.setdefault(lease, [])
-        members.append(worker)
-        if len(members) == len(lease.workers):
-            del self._joined[lease]
-            for member in members:
-                target = self._slots[member]
-                self.after(target, update_s, target.collective_done)
+        self.later(self._message_s, lambda: self._reports.append(report))
 
     def _die(self, worker: int) -> None:
-        if self._slots.pop(worker, None) is None:
+        lost = self._slots.pop(worker, None)
+        if lost is None:
             return
-        self._after(self._message_s, lambda: self._reports.append(Lost(worker=worker, reason="killed")))
-        for lease in [lease for lease in self._joined if worker in lease.workers]:
-            for member in self._joined.pop(lease):
-                if member in self._slots:
-                    self._slots[member].collective_broken(f"worker {worker} is gone")
+        self.report(Lost(worker=worker, reason="killed"))
+        self.connections.lost(lost)
 
     def _alive(self, worker: SimulatedWorker) -> bool:
         return self._slots.get(worker.index) is worker
 
     def _fresh(self, worker: int) -> SimulatedWorker:
         return SimulatedWorker(worker, world=self.workers, cluster=self, costs=self._costs, lengths=self._lengths)
-
-    def _after(self, seconds: float, happen: Callable[[], None]) -> None:
-        self._number += 1
-        heapq.heappush(self._events, _Event(self.clock.now + seconds, self._number, happen))

@@ -3,7 +3,10 @@
 Between two changes of what it does a worker's state is linear in time, so it is computed only when something changes:
 a sequence ends, a prefill chunk or a micro-batch is done, a command arrives. Commands are applied between two quanta.
 Runnable pipelines share the worker evenly, as real ones do when seen over many quanta; a pipeline alone is simulated
-exactly. Updates, loads and saves have the worker to themselves.
+exactly. Updates, loads and saves have the worker to themselves, and a change of layout waits for the quanta under way.
+
+In a tensor-parallel group the leader takes the commands and does the work, at the costs of the group, and the others
+account for the same work. What other pipelines have to do there waits.
 """
 
 from __future__ import annotations
@@ -24,20 +27,22 @@ from longtail.cluster.messages import (
     Opened,
     OpenPipeline,
     PipelineCommand,
+    Profile,
     Report,
     Save,
     Saved,
     Stop,
     Stopped,
+    Switch,
     TrainBatches,
     Update,
-    Updated,
 )
-from longtail.cluster.simulated_tenant import Lengths, Piece, SimulatedTenant
+from longtail.cluster.simulated_engine import Piece
+from longtail.cluster.simulated_tenant import Lengths, SimulatedTenant
+from longtail.cluster.simulated_together import Visit
 from longtail.cluster.spans import SpanRecorder
-from longtail.core.types import Lease, SubStage
+from longtail.core.types import SubStage
 from longtail.costs.worker import WorkerCosts
-from longtail.rl.trainer import UpdateStats
 
 if TYPE_CHECKING:
     from longtail.cluster.simulated import SimulatedCluster
@@ -50,7 +55,10 @@ EPSILON_S = 1e-9
 
 
 class SimulatedWorker:
-    """``receive`` takes commands; everything else happens when its cluster says that the time has come."""
+    """``receive`` takes commands; everything else happens when its cluster says that the time has come.
+
+    ``visit`` is what it is at together with others, or waits for them to begin.
+    """
 
     def __init__(
         self,
@@ -70,9 +78,19 @@ class SimulatedWorker:
         """Up to when the progress of pieces is accounted for."""
         self._alone: Callable[[], None] | None = None
         """What ends the work that has the worker to itself, if there is such."""
-        self._updating: tuple[SimulatedTenant, Update] | None = None
+        self.visit: Visit | None = None
         self._plan = 0
+        self._alive_planned = False
         self._stopped = False
+
+    @property
+    def team(self) -> tuple[int, ...]:
+        """The tensor-parallel group that this worker is in, or itself alone."""
+        return next((t.group.workers for t in self._tenants.values() if t.group is not None), (self.index,))
+
+    def tenant(self, pipeline: str) -> SimulatedTenant:
+        """Raises ``KeyError`` if it is not open here."""
+        return self._tenants[pipeline]
 
     # What happens to it
 
@@ -92,43 +110,55 @@ class SimulatedWorker:
         """Do nothing for a while (a process that starts)."""
         self._occupy(seconds, lambda: None)
 
-    def collective_done(self) -> None:
-        """All members of the lease were there, and the update is applied."""
-        assert self._updating is not None
-        (tenant, command), self._updating = self._updating, None
-        self._account(tenant, SubStage.REDUCE, command.step, since=self._since)
-        self._report(
-            Updated(
-                worker=self.index,
-                pipeline=tenant.name,
-                attempt=tenant.attempt,
-                step=command.step,
-                lease_id=command.lease.lease_id,
-                stats=UpdateStats(grad_norm=0.0, lr=tenant.config.train.lr),
-            )
-        )
-        self._free()
+    def leave(self, visit: Visit, substage: SubStage, step: int, report: Report) -> None:
+        """What ``visit`` was for is done (this worker's own, or that of its leader); :meth:`free` follows."""
+        self._account(visit.tenant, substage, step, since=visit.since, tp=len(visit.team))
+        self._report(report)
+        self.visit = None
 
-    def collective_broken(self, error: str) -> None:
-        """A member is gone; the controller will connect a new generation."""
-        assert self._updating is not None
-        (tenant, command), self._updating = self._updating, None
-        lease: Lease = command.lease
+    def broken(self, error: str) -> None:
+        """A member of the lease is gone; the controller will connect a new generation."""
+        if self.visit is not None:
+            tenant, lease_id = self.visit.tenant, self.visit.command.lease.lease_id
+        else:
+            tenant, lease_id = next((t, t.group.lease_id) for t in self._tenants.values() if t.group is not None)
+        self.visit = None
+        tenant.abandon()
         self._report(
-            LeaseBroken(
-                worker=self.index,
-                pipeline=tenant.name,
-                attempt=tenant.attempt,
-                lease_id=lease.lease_id,
-                error=error,
-            )
+            LeaseBroken(worker=self.index, pipeline=tenant.name, attempt=tenant.attempt, lease_id=lease_id, error=error)
         )
-        self._free()
+        self._resume()
+
+    def released(self, pipeline: str) -> None:
+        """The leader has dissolved the group."""
+        self._tenants[pipeline].leave_group()
+        self._resume()
+
+    def followed(self, pipeline: str, piece: Piece) -> None:
+        """The group has done ``piece``."""
+        self._record(self._tenants[pipeline], piece)
+        self._tell()
 
     # Time
 
+    @property
+    def _blocked(self) -> bool:
+        """Whether it takes no commands."""
+        return self._stopped or self._alone is not None or self.visit is not None or self._follows
+
+    @property
+    def _follows(self) -> bool:
+        return any(tenant.follows for tenant in self._tenants.values())
+
+    @property
+    def _waits_for_quanta(self) -> bool:
+        """Whether the next command is one before which all quanta under way must end."""
+        if not self._inbox or not isinstance(self._inbox[0], Switch | Profile) or not self._is_current(self._inbox[0]):
+            return False
+        return any(tenant.piece is not None for tenant in self._tenants.values())
+
     def _busy(self) -> list[SimulatedTenant]:
-        return [] if self._alone or self._updating else [t for t in self._tenants.values() if t.piece is not None]
+        return [] if self._blocked else [t for t in self._tenants.values() if t.piece is not None]
 
     def _progress(self) -> None:
         """Account for the time since the last change."""
@@ -137,7 +167,7 @@ class SimulatedWorker:
         for tenant in busy:
             assert tenant.piece is not None
             tenant.piece.done_s += (now - self._since) / len(busy)
-        if not (self._alone or self._updating):
+        if not self._blocked:
             self._since = now
 
     def _wait(self) -> None:
@@ -159,32 +189,42 @@ class SimulatedWorker:
         self._go_on()
 
     def _finish(self, tenant: SimulatedTenant, piece: Piece) -> None:
-        now = self._cluster.clock.now
-        for report in tenant.finish(now):
+        for report in tenant.finish(self._cluster.clock.now):
             self._report(report)
+        self._record(tenant, piece)
+        if tenant.group is not None:
+            for follower in tenant.group.workers[1:]:
+                self._cluster.worker(follower).followed(tenant.name, piece)
+
+    def _record(self, tenant: SimulatedTenant, piece: Piece) -> None:
         self._spans.add(
             tenant.name,
             piece.substage,
             tenant.step,
             start=piece.start,
-            end=now,
+            end=self._cluster.clock.now,
             tokens=piece.tokens,
             batch=piece.batch,
             busy_s=piece.work_s,
             quanta=piece.quanta,
+            context=piece.contexts,
+            tp=len(tenant.group.workers) if tenant.group is not None else 1,
         )
 
     def _go_on(self) -> None:
         """Apply what has arrived, then begin the next pieces."""
-        while self._inbox and not (self._alone or self._updating or self._stopped):
+        while self._inbox and not self._blocked and not self._waits_for_quanta:
             self._apply(self._inbox.popleft())
         self._tell()
-        if self._alone or self._updating or self._stopped:
+        if self._blocked:
             return
-        for tenant in self._tenants.values():
-            if tenant.piece is None:
-                tenant.begin(self._cluster.clock.now)
+        if not self._inbox:
+            grouped = [t for t in self._tenants.values() if t.group is not None]
+            for tenant in grouped or self._tenants.values():
+                if tenant.piece is None:
+                    tenant.begin(self._cluster.clock.now)
         self._wait()
+        self._plan_alive()
 
     def _occupy(self, seconds: float, done: Callable[[], None]) -> None:
         """Work that has the worker to itself for ``seconds``; then ``done``."""
@@ -193,35 +233,50 @@ class SimulatedWorker:
         self._cluster.after(self, seconds, self._occupied)
 
     def _occupied(self) -> None:
-        done = self._alone
+        done, self._alone = self._alone, None
         assert done is not None
         done()
-        self._free()
+        self.free()
 
-    def _free(self) -> None:
-        self._alone = None
+    def free(self) -> None:
+        """What had the worker to itself is over."""
         self._since = self._cluster.clock.now
+        self._go_on()
+
+    def _resume(self) -> None:
+        """Go on at this moment, but after all that happens now."""
+        if self._alone is None:
+            self._since = self._cluster.clock.now
+        self._cluster.after(self, 0.0, self._resumed)
+
+    def _resumed(self) -> None:
+        self._progress()
         self._go_on()
 
     # Commands
 
     def _apply(self, command: Command) -> None:
+        self._leave_group(command)
         match command:
             case Stop():
                 self._stopped = True
                 self._tell(everything=True)
                 self._report(Stopped(worker=self.index))
+                self._cluster.connections.disconnect(self, f"worker {self.index} has stopped")
             case Connect():
-                pass
+                self._cluster.connections.connect(self, command.generation)
             case OpenPipeline():
                 self._open(command)
             case ClosePipeline():
                 self._tenants.pop(command.pipeline, None)
             case PipelineCommand():
-                tenant = self._tenants.get(command.pipeline)
-                if tenant is None or (tenant.attempt != command.attempt and not isinstance(command, DropWork)):
-                    return  # of an earlier attempt
-                self._apply_to(tenant, command)
+                if self._is_current(command):
+                    self._apply_to(self._tenants[command.pipeline], command)
+
+    def _is_current(self, command: PipelineCommand) -> bool:
+        """Whether it is not of an earlier attempt."""
+        tenant = self._tenants.get(command.pipeline)
+        return tenant is not None and (tenant.attempt == command.attempt or isinstance(command, DropWork))
 
     def _apply_to(self, tenant: SimulatedTenant, command: PipelineCommand) -> None:
         match command:
@@ -233,15 +288,27 @@ class SimulatedWorker:
                 tenant.train(command)
             case Save():
                 self._occupy(tenant.costs.save_s, lambda: self._saved(tenant, command))
-            case Update():
-                self._updating = tenant, command
+            case Update() | Switch() | Profile():
                 self._since = self._cluster.clock.now
-                self._cluster.join(self.index, command.lease, tenant.costs.update_s)
+                self.visit = Visit(tenant, command, self._since, self.team)
+                self._cluster.connections.meet(self, command.lease)
+
+    def _leave_group(self, command: Command) -> None:
+        """A command that ends what a group does must find it dissolved, on all of its members."""
+        for tenant in self._tenants.values():
+            ends = isinstance(command, Stop | Connect) or (
+                isinstance(command, OpenPipeline | ClosePipeline | DropWork) and command.pipeline == tenant.name
+            )
+            if ends and tenant.group is not None:
+                followers = tenant.group.workers[1:]
+                tenant.leave_group()
+                for follower in followers:
+                    self._cluster.worker(follower).released(tenant.name)
 
     def _open(self, command: OpenPipeline) -> None:
         self._tenants.pop(command.pipeline, None)
         costs = self._costs(self.index, command.pipeline)
-        tenant = SimulatedTenant(command, worker=self.index, costs=costs, lengths=self._lengths)
+        tenant = SimulatedTenant(command, worker=self.index, world=self._world, costs=costs, lengths=self._lengths)
 
         def opened() -> None:
             self._tenants[command.pipeline] = tenant
@@ -271,9 +338,9 @@ class SimulatedWorker:
 
     # Reports
 
-    def _account(self, tenant: SimulatedTenant, substage: SubStage, step: int, *, since: float) -> None:
+    def _account(self, tenant: SimulatedTenant, substage: SubStage, step: int, *, since: float, tp: int = 1) -> None:
         now = self._cluster.clock.now
-        self._spans.add(tenant.name, substage, step, start=since, end=now, tokens=0, batch=0)
+        self._spans.add(tenant.name, substage, step, start=since, end=now, tokens=0, batch=0, tp=tp)
 
     def _report(self, report: Report) -> None:
         self._cluster.report(report)
@@ -282,3 +349,21 @@ class SimulatedWorker:
         spans = self._spans.take(self._cluster.clock.now, everything=everything)
         if spans:
             self._report(Happened(worker=self.index, events=tuple(spans)))
+
+    def _plan_alive(self) -> None:
+        """Say how far rollouts are after a while, as long as there are such."""
+        if not self._alive_planned and any(tenant.tells_progress for tenant in self._tenants.values()):
+            self._alive_planned = True
+            self._cluster.after(self, self._cluster.alive_s, self._say_alive)
+
+    def _say_alive(self) -> None:
+        self._alive_planned = False
+        if self._stopped:
+            return
+        if self._alone is None and self.visit is None:
+            busy = self._busy()
+            worked_s = (self._cluster.clock.now - self._since) / len(busy) if busy else 0.0
+            for tenant in self._tenants.values():
+                if tenant.tells_progress:
+                    self._report(tenant.alive(worked_s))
+        self._plan_alive()

@@ -1,4 +1,5 @@
-"""Turns the quanta of a worker into few spans: consecutive quanta of one (pipeline, sub-stage, step) make one."""
+"""Turns the quanta of a worker into few spans: consecutive quanta of one (pipeline, sub-stage, step,
+TP degree) make one."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ class _Open:
     quanta: int = 0
     tokens: int = 0
     sequences: int = 0
+    context: int = 0
 
 
 class SpanRecorder:
@@ -28,7 +30,7 @@ class SpanRecorder:
     def __init__(self, worker: int, *, window_s: float = 0.5) -> None:
         self._worker = worker
         self._window_s = window_s
-        self._open: dict[tuple[str, SubStage, int], _Open] = {}
+        self._open: dict[tuple[str, SubStage, int, int], _Open] = {}
 
     def add(
         self,
@@ -42,18 +44,22 @@ class SpanRecorder:
         batch: int,
         quanta: int = 1,
         busy_s: float | None = None,
+        context: int = 0,
+        tp: int = 1,
     ) -> None:
         """``quanta`` of ``batch`` sequences each that computed ``tokens`` tokens between two Unix times.
 
-        ``busy_s`` is what they took, if others had a part of that time.
+        ``context`` tokens were in their lanes, summed over quanta; ``busy_s`` is what they took, if others had a part
+        of that time; ``tp`` workers did them together.
         """
-        key = (pipeline, substage, step)
+        key = (pipeline, substage, step, tp)
         span = self._open.setdefault(key, _Open(start, end))
         span.end = end
         span.busy_s += end - start if busy_s is None else busy_s
         span.quanta += quanta
         span.tokens += tokens
         span.sequences += quanta * batch
+        span.context += context
 
     def take(self, now: float, *, everything: bool = False) -> list[Span]:
         """Remove and return the spans that are complete at ``now``."""
@@ -64,8 +70,8 @@ class SpanRecorder:
         ]
         return [self._close(key) for key in done]
 
-    def _close(self, key: tuple[str, SubStage, int]) -> Span:
-        pipeline, substage, step = key
+    def _close(self, key: tuple[str, SubStage, int, int]) -> Span:
+        pipeline, substage, step, tp = key
         span = self._open.pop(key)
         return Span(
             t=span.end,
@@ -79,4 +85,6 @@ class SpanRecorder:
             quanta=span.quanta,
             tokens=span.tokens,
             batch=span.sequences / span.quanta,
+            context=span.context / span.quanta,
+            tp=tp,
         )

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from longtail.cluster.connections import Connections
+from longtail.cluster.group import Group
 from longtail.cluster.messages import (
+    Alive,
     Generate,
     OpenPipeline,
+    Profile,
+    Profiled,
     Report,
     Sampled,
     Save,
     Saved,
+    Switch,
+    Switched,
     TrainBatches,
     Trained,
     Update,
     Updated,
 )
 from longtail.core.comm import Communicator
-from longtail.core.types import SubStage
+from longtail.core.errors import CapacityError
+from longtail.core.types import Completion, Request, SubStage
+from longtail.engine.blocks import BlockStore
+from longtail.engine.cargo import Cargo
 from longtail.engine.checkpoint import load_model
 from longtail.engine.engine import Engine
+from longtail.engine.handoff import carry_out
 from longtail.engine.lanes import LanePool
 from longtail.engine.model import DTYPES
+from longtail.engine.switch_plan import How, Refusal, SwitchCosts, SwitchPlan, plan_switch
 from longtail.engine.tokenizer import Tokenizer
 from longtail.rl import checkpoint
 from longtail.rl.trainer import MicroStats, Trainer
@@ -34,26 +48,47 @@ from longtail.rl.trainer import MicroStats, Trainer
 
 @dataclass(frozen=True)
 class Quantum:
-    """What one quantum was and what came of it."""
+    """What one quantum was and what came of it, or ``quanta`` of the same kind in a tensor-parallel group of ``tp``.
+
+    ``context`` counts the tokens in the lanes that were worked on, summed over quanta.
+    """
 
     substage: SubStage
     step: int
     tokens: int
     batch: int
     reports: list[Report]
+    quanta: int = 1
+    context: int = 0
+    tp: int = 1
 
 
 class Tenant:
     """A pipeline's state on one worker; every method runs in the worker's loop, between or as quanta.
 
     ``used_s`` is the compute time that the pipeline has had here, by which the loop shares the worker fairly.
+    ``group`` is the tensor-parallel group in which it samples now, under the lease ``lease_id``; None: on its own.
+    ``connected`` gives the worker's present connections.
     """
 
-    def __init__(self, command: OpenPipeline, *, worker: int, world: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        command: OpenPipeline,
+        *,
+        worker: int,
+        world: int,
+        device: torch.device,
+        connected: Callable[[], Connections],
+    ) -> None:
         config, dtype = command.config, DTYPES[command.config.dtype]
         self.name, self.attempt, self.worker = command.pipeline, command.attempt, worker
         self.used_s = 0.0
         self.step = 0
+        self.group: Group | None = None
+        self.lease_id: int | None = None
+        self._connected = connected
+        self._broken = False
+        self._adaptive = world > 1 and isinstance(config.rollout.tp, str)
         model = load_model(Path(command.weights), dtype=dtype, device=device)
         reference = load_model(Path(command.reference), dtype=dtype, device=device) if command.reference else None
         self.tokenizer = Tokenizer.load(Path(command.weights))
@@ -70,21 +105,26 @@ class Tenant:
         if command.optimizer:
             checkpoint.load_optimizer(self.trainer, Path(command.optimizer))
         self.model = model
-        self.lanes = LanePool(model.config, blocks=command.kv_blocks, dtype=dtype, device=device)
+        self.store = BlockStore(model.config, blocks=command.kv_blocks, dtype=dtype, device=device)
         self._rollout = config.rollout
         self._started: dict[str, float] = {}
         self._batches: deque = deque()
         self._training: TrainBatches | None = None
         self._stats = MicroStats()
-        self._make_engine()
+        self.engine = self._narrow_engine()
 
-    def _make_engine(self) -> None:
-        self.engine = Engine(
+    def _narrow_engine(self) -> Engine:
+        """One that has no sequences, for this worker alone."""
+        return self._make_engine(LanePool.over(self.store, range(self.model.config.kv_heads)))
+
+    def _make_engine(self, lanes: LanePool, comm: Communicator | None = None) -> Engine:
+        return Engine(
             self.model,
-            self.lanes,
+            lanes,
             detokenize=self.tokenizer.decode,
             max_running=self._rollout.max_running,
             chunk_tokens=self._rollout.chunk_tokens,
+            comm=comm,
         )
 
     @property
@@ -92,19 +132,48 @@ class Tenant:
         return sum(p.numel() for p in self.model.parameters())
 
     @property
+    def follows(self) -> bool:
+        """Whether the leader of a group decides what is done here."""
+        return self.group is not None and not self.group.leads
+
+    @property
     def runnable(self) -> bool:
+        if self._broken:
+            return False
+        if self.group is not None:
+            return self.follows or self.engine.has_work or self.group.has_orders
         return self.engine.has_work or self._training is not None
 
     @property
     def next_substage(self) -> SubStage:
         return self.engine.next_substage() if self.engine.has_work else SubStage.TRAIN
 
+    def alive(self) -> Alive | None:
+        """What the controller needs to know if it may switch this pipeline's layout."""
+        if not self._adaptive or self._broken or self.follows or not self.engine.has_work:
+            return None
+        progress = self.engine.progress()
+        return Alive(
+            worker=self.worker,
+            pipeline=self.name,
+            attempt=self.attempt,
+            step=self.step,
+            request_ids=tuple(progress),
+            generated=tuple(progress.values()),
+        )
+
     def generate(self, command: Generate) -> None:
         self.step = command.step
         now = time.time()
         for request in command.requests:
-            self._started[request.request_id] = now
-            self.engine.add(request)
+            if self.group is not None:
+                self.group.take_in(request, now)
+            else:
+                self._add(request, now)
+
+    def _add(self, request: Request, arrived: float) -> None:
+        self._started[request.request_id] = arrived
+        self.engine.add(request)
 
     def train(self, command: TrainBatches) -> None:
         self.step = command.step
@@ -115,35 +184,52 @@ class Tenant:
     def drop_work(self, attempt: int) -> None:
         """Back to idle with the same weights; gradients of a half-done step are forgotten."""
         self.attempt = attempt
-        for request_id in self._started:
-            self.engine.abort(request_id)
-        self._started.clear()
+        self._forget_sequences()
         self._batches.clear()
         self._training = None
         self.trainer.zero_gradients()
 
-    def run_quantum(self) -> Quantum:
-        """One decode step, one prefill chunk or one training micro-batch."""
-        return self._sample() if self.engine.has_work else self._train()
+    def _forget_sequences(self) -> None:
+        for request_id in self.engine.request_ids:
+            self.engine.abort(request_id)
+        self._started.clear()
 
-    def _sample(self) -> Quantum:
-        result = self.engine.step()
+    def run_quantum(self) -> Quantum:
+        """One decode step, one prefill chunk or one training micro-batch; in a group, a burst of steps."""
+        if self.group is not None:
+            return self._burst(self.group)
+        return self._sample(1) if self.engine.has_work else self._train()
+
+    def _sample(self, steps: int) -> Quantum:
+        """Up to ``steps`` engine steps of one kind, fewer when a sample ends."""
+        substage = self.engine.next_substage()
+        done = tokens = batch = context = 0
         reports: list[Report] = []
-        if result.completions:
-            reports.append(
-                Sampled(
-                    worker=self.worker,
-                    pipeline=self.name,
-                    attempt=self.attempt,
-                    step=self.step,
-                    completions=tuple(result.completions),
-                    started=tuple(self._started[c.request_id] for c in result.completions),
-                    ended=time.time(),
-                )
-            )
+        while done < steps and not reports and self.engine.has_work and self.engine.next_substage() == substage:
+            start = time.perf_counter()
+            result = self.engine.step()
+            done, tokens, batch, context = done + 1, tokens + result.tokens, result.batch, context + result.context
+            if self.group is not None:
+                self.group.stepped(result, time.perf_counter() - start)
+            if result.completions:
+                reports.append(self._sampled(result.completions))
         if not self.engine.has_work:
             self._started.clear()
-        return Quantum(result.substage, self.step, result.tokens, result.batch, reports)
+        return Quantum(
+            substage, self.step, tokens, batch, [] if self.follows else reports,
+            quanta=done, context=context, tp=len(self.group.workers) if self.group else 1,
+        )  # fmt: skip
+
+    def _sampled(self, completions: list[Completion]) -> Sampled:
+        return Sampled(
+            worker=self.worker,
+            pipeline=self.name,
+            attempt=self.attempt,
+            step=self.step,
+            completions=tuple(completions),
+            started=tuple(self._started[c.request_id] for c in completions),
+            ended=time.time(),
+        )
 
     def _train(self) -> Quantum:
         assert self._training is not None
@@ -188,3 +274,114 @@ class Tenant:
             written += checkpoint.write_weights(folder, self.model, source=Path(command.source))
         report = Saved(worker=self.worker, pipeline=self.name, attempt=self.attempt, step=command.step, bytes=written)
         return Quantum(SubStage.CHECKPOINT, command.step, 0, 0, [report])
+
+    def profile(self, command: Profile, connections: Connections) -> Quantum:
+        """Measure what work costs, together with the other members of the lease. Raises ``PeerLost``."""
+        from longtail.cluster.measure import measure
+
+        self.lease_id = command.lease.lease_id
+        table = measure(self, connections, world=len(command.lease.workers), degrees=command.degrees, fine=command.fine)
+        self.lease_id = None
+        report = Profiled(
+            worker=self.worker,
+            pipeline=self.name,
+            attempt=self.attempt,
+            lease_id=command.lease.lease_id,
+            table=table,
+        )
+        return Quantum(SubStage.PROFILE, self.step, 0, 0, [report])
+
+    # Tensor-parallel groups
+
+    def _burst(self, group: Group) -> Quantum:
+        """Confer, and do what the leader orders."""
+        orders = group.confer(busy=self.engine.has_work)
+        for request, arrived in orders.requests:
+            self._add(request, arrived)
+        if orders.leave:
+            self._dissolve()
+        elif orders.switch is not None:
+            return self.switch(orders.switch, self._connected())
+        elif self.engine.has_work:
+            return self._sample(max(1, orders.steps))
+        return Quantum(SubStage.SWITCH, self.step, 0, 0, [], tp=len(group.workers))
+
+    def leave_group(self) -> None:
+        """As its leader, dissolve the group; its sequences are forgotten. Raises ``PeerLost``."""
+        assert self.group is not None
+        self.group.order(leave=True)
+        self._burst(self.group)
+
+    def abandon_group(self) -> None:
+        """A peer is gone: nothing here can be relied on until the pipeline is opened again."""
+        self._broken = True
+        self.group = self.lease_id = None
+
+    def _dissolve(self) -> None:
+        self._started.clear()
+        self.engine.let_go()
+        self.engine = self._narrow_engine()
+        self.group = self.lease_id = None
+
+    def switch(self, command: Switch, connections: Connections) -> Quantum:
+        """Go over to another layout with all sequences, together with all members of the lease.
+
+        Raises ``PeerLost``, or ``Diverged`` on all members alike.
+        """
+        workers, self.step = command.lease.workers, command.step
+        self.lease_id = command.lease.lease_id
+        everyone = connections.group(workers)
+        cargo = self.engine.export()
+        before = self.group.workers if self.group is not None else (self.worker,)
+        said = pickle.dumps((before, cargo, self._started))
+        arrived = [pickle.loads(data) for data in everyone.all_gather_bytes(said)]
+        start = time.perf_counter()
+        groups = tuple(sorted({group for group, _, _ in arrived}))
+        plan = plan_switch(
+            [cargo for _, cargo, _ in arrived],
+            [[workers.index(w) for w in group] for group in groups],
+            [[workers.index(w) for w in group] for group in command.groups],
+            costs=SwitchCosts(per_byte_s=command.per_byte_s, per_token_s=command.per_token_s),
+            how=How(command.how),
+        )
+        refused, received, recomputed = None, 0, 0
+        if isinstance(plan, Refusal):
+            refused = plan.reason
+        else:
+            mine = next(group for group in command.groups if self.worker in group)
+            comm = connections.group(mine)
+            try:
+                self._go_over(plan, everyone, cargo, comm)
+            except CapacityError as error:  # of shared memory, and then on all members alike
+                refused = str(error)
+            else:
+                groups = command.groups
+                received, recomputed = plan.received_bytes[everyone.rank], plan.recomputed_tokens
+                self._started = {name: at for _, _, started in arrived for name, at in started.items()}
+                self.group = Group(mine, comm, command.lease.lease_id) if len(mine) > 1 else None
+        if all(len(group) == 1 for group in groups):
+            self.lease_id = None
+        report = Switched(
+            worker=self.worker,
+            pipeline=self.name,
+            attempt=self.attempt,
+            step=command.step,
+            lease_id=command.lease.lease_id,
+            groups=groups,
+            duration_s=time.perf_counter() - start,
+            sequences=sum(
+                len(group.samples)
+                for worker, (holders, held, _) in zip(workers, arrived, strict=True)
+                if worker == holders[0]
+                for group in held.groups
+            ),
+            moved_bytes=received,
+            recomputed_tokens=recomputed,
+            refused=refused,
+        )
+        return Quantum(SubStage.SWITCH, self.step, 0, 0, [report], tp=len(before))
+
+    def _go_over(self, plan: SwitchPlan, everyone: Communicator, cargo: Cargo, comm: Communicator) -> None:
+        engine = carry_out(plan, everyone, self.engine, cargo, lambda lanes: self._make_engine(lanes, comm))
+        assert engine is not None
+        self.engine = engine

@@ -2,7 +2,9 @@
 
 Invariants: commands of one worker are applied in the order they were sent, always between two quanta. An error in
 a pipeline's quantum ends that pipeline on this worker and nothing else. Time is shared between the runnable
-pipelines by the compute seconds that each has had, so a pipeline with long quanta gets fewer of them.
+pipelines by the compute seconds that each has had, so a pipeline with long quanta gets fewer of them. A worker that is
+in a tensor-parallel group works for that group alone; if it follows there, it does what the leader orders, and its own
+commands wait until the group is dissolved.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from longtail.cluster.connections import Connections
 from longtail.cluster.messages import (
     ClosePipeline,
     Command,
@@ -30,24 +34,27 @@ from longtail.cluster.messages import (
     OpenPipeline,
     PipelineCommand,
     PipelineFailed,
+    Profile,
     Report,
     Save,
     SaveFailed,
     Stop,
     Stopped,
+    Switch,
     TrainBatches,
     Update,
 )
 from longtail.cluster.spans import SpanRecorder
 from longtail.cluster.tenant import Quantum, Tenant
-from longtail.core.comm import Communicator
-from longtail.core.errors import CheckpointError, LongtailError, PeerLost
+from longtail.core.errors import CheckpointError, Diverged, LongtailError, PeerLost
 from longtail.core.events import Event, Progress
 from longtail.core.types import SubStage
 
 PROGRESS_EVERY_S = 0.25
+ALIVE_EVERY_S = 0.05
+"""How often the controller learns how far sequences are: a decision is that old at most."""
 
-Connector = Callable[[Connect], Communicator]
+Connector = Callable[[Connect], Connections]
 
 
 class Outbox:
@@ -78,13 +85,14 @@ class Worker:
     def __init__(self, worker: int, world: int, *, device: torch.device, connect: Connector) -> None:
         self.worker, self.world, self.device = worker, world, device
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._arrived: deque[Command] = deque()
         self.outbox = Outbox()
         self.tenants: dict[str, Tenant] = {}
         self._connect = connect
-        self._comm: Communicator | None = None
+        self._connections: Connections | None = None
         self._spans = SpanRecorder(worker)
         self._stopped = False
-        self._next_progress = 0.0
+        self._next_progress = self._next_alive = 0.0
 
     def run(self) -> None:
         """Loop until a :class:`Stop` command arrives."""
@@ -95,12 +103,18 @@ class Worker:
         self._disconnect()
 
     def _turn(self) -> None:
-        for command in self._commands():
-            self._apply(command)
+        if not self._bound():
+            self._arrived += self._commands()
+        while self._arrived and not self._bound():
+            self._apply(self._arrived.popleft())
         tenant = self._choose()
         if tenant is not None:
             self._guarded(tenant, partial(self._quantum, tenant, tenant.run_quantum))
         self._tell()
+
+    def _bound(self) -> bool:
+        """Whether no command may be applied now: this worker follows, or has a switch to do first."""
+        return any(t.follows or (t.group is not None and t.group.switches) for t in self.tenants.values())
 
     def die(self) -> None:
         """End the loop at once, from another thread, as a killed process would."""
@@ -110,7 +124,7 @@ class Worker:
 
     def _commands(self) -> list[Command]:
         """All commands that have arrived; waits for one while there is nothing else to do."""
-        idle = not any(t.runnable for t in self.tenants.values())
+        idle = not self._arrived and not any(t.runnable for t in self.tenants.values())
         commands: list[Command] = []
         try:
             commands.append(self.inbox.get(timeout=PROGRESS_EVERY_S) if idle else self.inbox.get_nowait())
@@ -120,8 +134,11 @@ class Worker:
             return commands
 
     def _choose(self) -> Tenant | None:
-        """The runnable pipeline that has had the least compute time here; ties go by name."""
+        """The one whose tensor-parallel group this worker is in, else the runnable pipeline that has had the least
+        compute time here; ties go by name."""
         runnable = [t for t in self.tenants.values() if t.runnable]
+        if any(t.group is not None for t in self.tenants.values()):
+            runnable = [t for t in runnable if t.group is not None]
         return min(runnable, key=lambda t: (t.used_s, t.name), default=None)
 
     def _quantum(self, tenant: Tenant, work: Callable[[], Quantum]) -> None:
@@ -140,16 +157,40 @@ class Worker:
             end=end,
             tokens=quantum.tokens,
             batch=quantum.batch,
+            quanta=quantum.quanta,
+            context=quantum.context,
+            tp=quantum.tp,
         )
         self.outbox.put(quantum.reports)
 
     def _guarded(self, tenant: Tenant, work: Callable[[], None]) -> None:
-        """Run ``work``; an error of it ends this pipeline on this worker."""
+        """Run ``work``; an error of it ends this pipeline on this worker.
+
+        But a peer that is lost breaks the lease, and any error except one that all members see alike breaks it for the
+        others.
+        """
+        lease_id = tenant.lease_id
         try:
             work()
+        except PeerLost as error:
+            self._break_lease(tenant, tenant.lease_id if lease_id is None else lease_id, error)
         except Exception as error:
+            if tenant.lease_id is not None and not isinstance(error, LongtailError):
+                self._disconnect()
             self.tenants.pop(tenant.name, None)
             self.outbox.put([self._failure(tenant.name, tenant.attempt, error)])
+
+    def _break_lease(self, tenant: Tenant, lease_id: int | None, error: PeerLost) -> None:
+        self._disconnect()
+        tenant.abandon_group()
+        broken = LeaseBroken(
+            worker=self.worker,
+            pipeline=tenant.name,
+            attempt=tenant.attempt,
+            lease_id=-1 if lease_id is None else lease_id,
+            error=str(error),
+        )
+        self.outbox.put([broken])
 
     def _failure(self, pipeline: str, attempt: int, error: Exception) -> PipelineFailed:
         known = isinstance(error, LongtailError)
@@ -162,6 +203,7 @@ class Worker:
         )
 
     def _apply(self, command: Command) -> None:
+        self._leave_groups(command)
         match command:
             case Stop():
                 self._stopped = True
@@ -183,6 +225,10 @@ class Worker:
                 tenant.drop_work(command.attempt)
             case Generate():
                 self._guarded(tenant, lambda: tenant.generate(command))
+            case Switch():
+                self._guarded(tenant, lambda: self._switch(tenant, command))
+            case Profile():
+                self._guarded(tenant, lambda: self._quantum(tenant, lambda: tenant.profile(command, self._connected())))
             case TrainBatches():
                 tenant.train(command)
             case Save():
@@ -205,42 +251,57 @@ class Worker:
 
     def _update(self, tenant: Tenant, command: Update) -> None:
         """A lost peer breaks the lease; any error but one that all members see alike breaks it for the others."""
-        comm = self._comm
-        try:
-            if comm is None:
-                raise PeerLost(f"worker {self.worker} is not connected to its peers")
-            self._quantum(tenant, lambda: tenant.update(command, comm))
-        except PeerLost as error:
-            self._disconnect()
-            broken = LeaseBroken(
-                worker=self.worker,
-                pipeline=tenant.name,
-                attempt=tenant.attempt,
-                lease_id=command.lease.lease_id,
-                error=str(error),
+        tenant.lease_id = command.lease.lease_id
+        comm = self._connected().world
+        self._quantum(tenant, lambda: tenant.update(command, comm))
+        tenant.lease_id = None
+
+    # Tensor-parallel groups
+
+    def _switch(self, tenant: Tenant, command: Switch) -> None:
+        """At once if this worker is on its own, else with the orders at the group's next conference."""
+        if tenant.group is not None:
+            tenant.group.order(switch=command)
+        else:
+            connections = self._connected()
+            self._quantum(tenant, lambda: tenant.switch(command, connections))
+
+    def _leave_groups(self, command: Command) -> None:
+        """A command that ends what a group does must find it dissolved, on all of its members."""
+        for tenant in list(self.tenants.values()):
+            ends = isinstance(command, Stop | Connect) or (
+                isinstance(command, OpenPipeline | ClosePipeline | DropWork) and command.pipeline == tenant.name
             )
-            self.outbox.put([broken])
-        except LongtailError:
-            raise
-        except Exception:
-            self._disconnect()
-            raise
+            if ends and tenant.group is not None:
+                try:
+                    tenant.leave_group()
+                except (PeerLost, Diverged):
+                    self._disconnect()
+                    tenant.abandon_group()
+
+    def _connected(self) -> Connections:
+        """Raises ``PeerLost`` between two generations."""
+        if self._connections is None:
+            raise PeerLost(f"worker {self.worker} is not connected to its peers")
+        return self._connections
 
     def _disconnect(self) -> None:
-        if self._comm is not None:
-            self._comm.close()
-            self._comm = None
+        if self._connections is not None:
+            self._connections.close()
+        self._connections = None
 
     def _reconnect(self, command: Connect) -> None:
         self._disconnect()
         with contextlib.suppress(PeerLost):  # the controller learns of the lost peer and connects a new generation
-            self._comm = self._connect(command)
+            self._connections = self._connect(command)
 
     def _open(self, command: OpenPipeline) -> None:
         start = time.time()
         self._drop(command.pipeline)
         try:
-            tenant = Tenant(command, worker=self.worker, world=self.world, device=self.device)
+            tenant = Tenant(
+                command, worker=self.worker, world=self.world, device=self.device, connected=self._connected
+            )
         except Exception as error:
             self.outbox.put([self._failure(command.pipeline, command.attempt, error)])
             return
@@ -266,6 +327,9 @@ class Worker:
     def _tell(self, *, everything: bool = False) -> None:
         """Hand out spans and progress a few times a second."""
         now = time.time()
+        if now >= self._next_alive:
+            self._next_alive = now + ALIVE_EVERY_S
+            self.outbox.put([report for tenant in self.tenants.values() if (report := tenant.alive()) is not None])
         if now < self._next_progress and not everything:
             return
         self._next_progress = now + PROGRESS_EVERY_S
@@ -277,8 +341,8 @@ class Worker:
                 substage=tenant.next_substage.value,
                 waiting=tenant.engine.waiting,
                 running=tenant.engine.running,
-                lanes_used=tenant.lanes.used,
-                lanes_total=tenant.lanes.total,
+                lanes_used=tenant.engine.lanes.used,
+                lanes_total=tenant.engine.lanes.total,
             )
             for tenant in self.tenants.values()
             if tenant.runnable

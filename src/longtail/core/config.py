@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, fi
 from pydantic_core import PydanticCustomError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+THRESHOLD = re.compile(r"threshold:([1-9][0-9]{0,6})")
 
 
 def check_name(name: str) -> str:
@@ -97,6 +98,10 @@ class Rollout(Section):
     """Which worker gets which prompts, and in which order: fifo deals them out as they come; ranked predicts lengths
     from the prompt's text and from earlier responses, and places them for the earliest end; oracle does so with the
     true lengths, which only forced_lengths gives. Tokens and rewards are the same under all three."""
+    tp: Annotated[int, Field(ge=1, le=1024)] | str = "auto"
+    """Tensor-parallel degree of sampling. auto switches it in mid-rollout when measured costs say that it pays; a whole
+    number holds it for the whole rollout; threshold:K merges neighbouring groups once they have at most K samples left
+    together; oracle is auto with the true lengths, which only forced_lengths gives. Tokens are the same under all."""
     ranker: str | None = Field(default=None, min_length=1)
     """Folder of a ranker made by `longtail rank train` (relative to the job file); by default the built-in one."""
     forced_lengths: str | None = Field(default=None, min_length=1)
@@ -109,6 +114,19 @@ class Rollout(Section):
     kv_gib: float | None = Field(default=None, gt=0, json_schema_extra=unit("GiB"))
     """KV cache memory on each worker, GiB; by default what the whole batch needs, capped by free memory. When it
     runs out, sequences are preempted and recomputed: slower, same tokens."""
+
+    @field_validator("tp")
+    @classmethod
+    def _is_a_policy(cls, value: int | str) -> int | str:
+        if isinstance(value, str) and value not in ("auto", "oracle") and not THRESHOLD.fullmatch(value):
+            raise ValueError("must be auto, oracle, threshold:K (such as threshold:16), or a whole number")
+        return value
+
+    @property
+    def tp_threshold(self) -> int | None:
+        """K of ``tp: threshold:K``."""
+        found = THRESHOLD.fullmatch(str(self.tp))
+        return int(found[1]) if found else None
 
     @property
     def chat(self) -> bool | None:
@@ -208,6 +226,12 @@ class Jobs(Section):
     """Worker processes, one per device; by default one per GPU, or per two CPU cores (at least 2 where there are 2)."""
     threads_per_worker: int = Field(default=1, ge=1, le=1024, json_schema_extra=unit("threads"))
     """CPU threads of each worker."""
+    communicator: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    """What carries activations and KV between the workers of a tensor-parallel group: shared memory (workers on one
+    machine's CPU), gloo (any CPUs) or NCCL (GPUs); auto takes the fastest that serves."""
+    costs: str | None = Field(default=None, min_length=1)
+    """Folder of cost tables made by `longtail profile` (relative to the job file); by default this machine's own
+    folder. Where no table fits, a run measures a coarse one in some seconds and keeps it."""
     reward_processes: int = Field(default=2, ge=1, le=1024, json_schema_extra=unit("processes"))
     """Processes that run reward functions, beside the controller."""
     pipelines: dict[Name, Pipeline] = Field(min_length=1)

@@ -47,3 +47,7 @@ class CheckpointError(LongtailError):
 
 class PeerLost(LongtailError):
     """A collective failed because another worker is gone or did not answer in time."""
+
+
+class Diverged(LongtailError):
+    """Ranks of a tensor-parallel group, which must do the same, did not."""

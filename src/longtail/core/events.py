@@ -72,7 +72,8 @@ class PipelineEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StageEntered(Event):
-    """A pipeline's current step moved on to ``rollout``, ``score``, ``train``, ``update`` or ``checkpoint``."""
+    """A pipeline's current step moved on to ``rollout``, ``score``, ``train``, ``update`` or ``checkpoint``; before the
+    first one come ``load`` and, where costs are to be measured, ``profile``."""
 
     kind: ClassVar[str] = "stage"
     pipeline: str
@@ -86,7 +87,8 @@ class Span(Event):
 
     Quanta of other pipelines may lie between them; ``busy_s`` counts only this span's own quanta, so the sum of
     ``busy_s`` over a worker's spans divided by wall time is its utilisation. ``batch`` is the mean number of
-    sequences in a quantum.
+    sequences in a quantum, ``context`` of tokens in their lanes together. In a tensor-parallel group of ``tp`` workers
+    each tells its own span of the same work.
     """
 
     kind: ClassVar[str] = "span"
@@ -100,6 +102,8 @@ class Span(Event):
     quanta: int
     tokens: int
     batch: float
+    context: float = 0.0
+    tp: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,11 @@ class StepEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MoveMade(Event):
-    """A decision of the planner, with what it was predicted to bring and to cost; ``move`` is e.g. ``place``."""
+    """A decision of the planner, with what it was predicted to bring and to cost: ``order``, ``widen`` or ``narrow``.
+
+    ``predicted_gain_s`` is before, ``predicted_cost_s`` is what the move itself takes of it. ``layout`` is the one that
+    a widening or narrowing leads to.
+    """
 
     kind: ClassVar[str] = "move"
     pipeline: str
@@ -142,6 +150,32 @@ class MoveMade(Event):
     reason: str
     predicted_gain_s: float | None = None
     predicted_cost_s: float | None = None
+    layout: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveEnded(Event):
+    """What a widening or narrowing of ``workers`` came to.
+
+    ``cost_s`` is what the switch itself took, ``moved_bytes`` of KV went from worker to worker, ``recomputed_tokens``
+    were computed again; or it was ``refused`` (why, in words) and everything is as before. ``rest_s`` is how long the
+    samples concerned took from the decision on, ``predicted_rest_s`` what was predicted, and ``gain_s`` how much longer
+    they would have taken without the move, by the cost table and the lengths that they came to have.
+    """
+
+    kind: ClassVar[str] = "move_ended"
+    pipeline: str
+    step: int
+    move: str
+    workers: list[int]
+    cost_s: float
+    moved_bytes: int
+    recomputed_tokens: int
+    predicted_cost_s: float | None = None
+    predicted_rest_s: float | None = None
+    rest_s: float | None = None
+    gain_s: float | None = None
+    refused: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +233,7 @@ EVENTS: dict[str, type[Event]] = {
     cls.kind: cls
     for cls in (
         RunStarted, RunEnded, PipelineStarted, PipelineEnded, StageEntered, Span, SequenceEnded, StepEnded,
-        MoveMade, CheckpointSaved, Rollback, WorkerLost, Note, Progress,
+        MoveMade, MoveEnded, CheckpointSaved, Rollback, WorkerLost, Note, Progress,
     )
 }  # fmt: skip
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+
+Purpose = Literal["update", "switch", "profile"]
 
 
 class FinishReason(StrEnum):
@@ -32,6 +34,10 @@ class SubStage(StrEnum):
     """Gradient reduction and optimizer step, under a lease."""
     CHECKPOINT = "checkpoint"
     LOAD = "load"
+    SWITCH = "switch"
+    """Going over to another layout, under a lease."""
+    PROFILE = "profile"
+    """Measuring what work costs, under a lease."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +142,8 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """The controller's grant of a set of workers for one quantum that needs all of them at once.
+    """The controller's grant of a set of workers for work that needs all of them at once: an update, a profile, or
+    sampling in tensor-parallel groups until they are dissolved (``switch``).
 
     A worker holds at most one lease; the controller grants it to all members or to none, so no two
     collectives can wait for each other.
@@ -145,3 +152,43 @@ class Lease:
     lease_id: int
     pipeline: str
     workers: tuple[int, ...]
+    purpose: Purpose = "update"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which workers sample together: each is in exactly one tensor-parallel group of ``groups``.
+
+    A group lists its workers in the order of their ranks, neighbours that ascend; the first one leads.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def narrow(cls, workers: int) -> Layout:
+        """Every worker on its own: data parallel."""
+        return cls(tuple((worker,) for worker in range(workers)))
+
+    @classmethod
+    def uniform(cls, workers: int, degree: int) -> Layout:
+        """Groups of ``degree`` neighbours; the last one is smaller where ``workers`` is no multiple of it."""
+        return cls(tuple(tuple(range(w, min(w + degree, workers))) for w in range(0, workers, degree)))
+
+    @property
+    def degree(self) -> int:
+        """The largest tensor-parallel degree."""
+        return max(len(group) for group in self.groups)
+
+    def group_of(self, worker: int) -> tuple[int, ...]:
+        return next(group for group in self.groups if worker in group)
+
+    def replaced(self, groups: tuple[tuple[int, ...], ...]) -> Layout:
+        """With ``groups`` in place of all groups of the same workers."""
+        workers = {worker for group in groups for worker in group}
+        return Layout(tuple(sorted([g for g in self.groups if workers.isdisjoint(g)] + list(groups))))
+
+    def __str__(self) -> str:
+        """Degrees and how many groups have each: ``TP1 x 2``, ``TP2 + TP1 x 2``."""
+        degrees = sorted((len(group) for group in self.groups), reverse=True)
+        counts = {degree: degrees.count(degree) for degree in degrees}
+        return " + ".join(f"TP{degree}" + (f" x {count}" if count > 1 else "") for degree, count in counts.items())

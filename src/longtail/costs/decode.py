@@ -97,8 +97,8 @@ class DecodeFit:
     _by_worker: dict[int, _Sums] = field(default_factory=dict)
 
     def observe(self, span: Span) -> None:
-        """Take in a ``decode`` or ``prefill`` span; others are ignored."""
-        if span.quanta < 1:
+        """Take in a ``decode`` or ``prefill`` span of a worker on its own; others are ignored."""
+        if span.quanta < 1 or span.tp > 1:
             return
         sums = self._by_worker.setdefault(span.worker, _Sums())
         if span.substage == SubStage.DECODE:

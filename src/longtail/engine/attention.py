@@ -53,10 +53,10 @@ _PARALLEL_WORK = 200_000
 """Multiply-adds of one layer below which waking a second thread costs more than it brings."""
 
 # Words of a kernel's argument block. The floats follow at _EPS and _SCALE as float64 bits.
-(LAYER, WRITE, ATTEND, ITEMS, QKV, OUT, _TOKENS, _HEADS, _R, _H) = range(3, 13)
-(_K, _V, _BLOCKS, _LAYERS, _BLOCK_TOKENS, _TABLES, _ROWS, _WIDTH) = range(13, 21)
-(_SEGMENTS, _COS, _SIN, _ROPE_ROWS, Q_NORM, K_NORM, _SCRATCH, _SCRATCH_WORDS, _EPS, _SCALE) = range(21, 31)
-WORDS = 31
+(LAYER, WRITE, ATTEND, ITEMS, QKV, OUT, OUT_STRIDE, _TOKENS, _HEADS, _R, _H) = range(3, 14)
+(_K, _V, _BLOCKS, _LAYERS, _BLOCK_TOKENS, _TABLES, _ROWS, _WIDTH) = range(14, 22)
+(_SEGMENTS, _COS, _SIN, _ROPE_ROWS, Q_NORM, K_NORM, _SCRATCH, _SCRATCH_WORDS, _EPS, _SCALE) = range(22, 32)
+WORDS = 32
 
 
 def supports(pool: LanePool) -> bool:
@@ -103,7 +103,7 @@ class LaneAttention:
         args[ITEMS] = len(segments) * pool.heads
         args[_TOKENS], args[_HEADS], args[_R], args[_H] = self._tokens, pool.heads, R, H
         args[_K], args[_V] = pool.k.data_ptr(), pool.v.data_ptr()
-        args[_BLOCKS], args[_LAYERS], args[_BLOCK_TOKENS] = pool.total, c.layers, pool.block_tokens
+        args[_BLOCKS], args[_LAYERS], args[_BLOCK_TOKENS] = len(pool.k), c.layers, pool.block_tokens
         args[_TABLES], args[_ROWS], args[_WIDTH] = pool.tables.ctypes.data, len(pool.tables), pool.tables.shape[2]
         args[_SEGMENTS] = segments.ctypes.data
         args[_COS], args[_SIN], args[_ROPE_ROWS] = cos.data_ptr(), sin.data_ptr(), len(cos)
@@ -114,7 +114,8 @@ class LaneAttention:
         qkv_TE = qkv_TE.contiguous()
         args, c = self._args, self._pool.config
         out_TQ = torch.empty(self._tokens, self._pool.heads * c.heads_per_kv * c.head_dim, dtype=qkv_TE.dtype)
-        args[LAYER], args[QKV], args[OUT] = layer, qkv_TE.data_ptr(), out_TQ.data_ptr()
+        args[LAYER], args[QKV] = layer, qkv_TE.data_ptr()
+        args[OUT], args[OUT_STRIDE] = out_TQ.data_ptr(), out_TQ.shape[1]
         args[Q_NORM] = 0 if q_norm_H is None else q_norm_H.data_ptr()
         args[K_NORM] = 0 if k_norm_H is None else k_norm_H.data_ptr()
         if self.decode:
@@ -179,11 +180,11 @@ def attention_items(pointer, dtype):
     Returns the number of items; those that are done are counted in ``FINISHED``.
     """
     args = carray(pointer, WORDS, np.int64)
-    heads, R, H = args[_HEADS], args[_R], args[_H]
+    heads, R, H, out_stride = args[_HEADS], args[_R], args[_H], args[OUT_STRIDE]
     tokens, block_tokens = args[_TOKENS], args[_BLOCK_TOKENS]
     E = heads * (R + 2) * H
     qkv = carray(as_pointer(args[QKV]), tokens * E, dtype)
-    out = carray(as_pointer(args[OUT]), tokens * heads * R * H, dtype)
+    out = carray(as_pointer(args[OUT]), tokens * out_stride, dtype)
     pool = args[_BLOCKS] * args[_LAYERS] * H * block_tokens
     k = carray(as_pointer(args[_K]), pool, dtype)
     v = carray(as_pointer(args[_V]), pool, dtype)
@@ -246,7 +247,7 @@ def attention_items(pointer, dtype):
             )
             rows = count * R
             for i in range(count):
-                target = ((flat + i) * heads + head) * R * H
+                target = (flat + i) * out_stride + head * R * H
                 for j in range(0, R * H, lanes):
                     store(out, target + j, load(scratch, (rows + i * R) * H + j))
         done += 1

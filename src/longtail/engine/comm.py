@@ -1,4 +1,4 @@
-"""Collectives between the workers of a lease: none (one worker), or a torch process group.
+"""Collectives between the workers of a lease: none (one worker), or a torch process group (on one host: ``shm.py``).
 
 Process groups are made directly, beside torch's global default group, so that one process may hold several and a new
 one can replace one whose peer died. gloo serves CPU tensors, NCCL those on CUDA.
@@ -7,7 +7,8 @@ one can replace one whose peer died. gloo serves CPU tensors, NCCL those on CUDA
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longtail.core.errors import PeerLost
+from longtail.engine.exchange import ByteStream, Volumes
+
+_PIECE = 1024 * 1024
+"""Bytes that a rank sends in one round of an exchange."""
+_PIECE_CUDA = 8 * _PIECE
 
 
 class LocalCommunicator:
@@ -23,12 +29,19 @@ class LocalCommunicator:
 
     rank = 0
     size = 1
+    kind = "local"
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         pass
 
     def all_gather_shards(self, flat: Tensor, bounds: list[tuple[int, int]]) -> None:
         pass
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def exchange(self, out: Sequence[Sequence[Tensor]], into: Sequence[Sequence[Tensor]]) -> None:
+        Volumes.agree(self, [ByteStream(tensors) for tensors in out], [ByteStream(tensors) for tensors in into])
 
     def barrier(self) -> None:
         pass
@@ -60,6 +73,7 @@ class ProcessGroupCommunicator:
     ) -> None:
         self.rank, self.size = rank, size
         self.device = torch.device(device)
+        self.kind = "nccl" if self.device.type == "cuda" else "gloo"
         self._group: Any = None
         make = _nccl if self.device.type == "cuda" else _gloo
         with _peer_lost(f"rank {rank} of {size} did not meet its peers within {timeout.total_seconds():g} s"):
@@ -74,6 +88,48 @@ class ProcessGroupCommunicator:
         parts = [flat[start:end].view(torch.uint8) for start, end in bounds]
         self._run(lambda: [_broadcast(self._group, part, root) for root, part in enumerate(parts) if len(part)])
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(data)
+        self.all_gather_shards(lengths, [(rank, rank + 1) for rank in range(self.size)])
+        ends = [0, *itertools.accumulate(lengths.tolist())]
+        flat = torch.empty(ends[-1], dtype=torch.uint8, device=self.device)
+        bounds = list(itertools.pairwise(ends))
+        if data:
+            flat[slice(*bounds[self.rank])] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        self.all_gather_shards(flat, bounds)
+        whole = flat.cpu().numpy().tobytes()
+        return [whole[start:end] for start, end in bounds]
+
+    def exchange(self, out: Sequence[Sequence[Tensor]], into: Sequence[Sequence[Tensor]]) -> None:
+        outgoing, incoming = [ByteStream(tensors) for tensors in out], [ByteStream(tensors) for tensors in into]
+        volumes = Volumes.agree(self, outgoing, incoming)
+        piece = _PIECE_CUDA if self.device.type == "cuda" else _PIECE
+        staging = [torch.empty(2, size * piece, dtype=torch.uint8, device=self.device) for size in (1, self.size - 1)]
+        travelling: list[tuple[dist.Work, list[Tensor]]] = []  # with the parts that arrive, by sender
+
+        def unpack() -> None:
+            work, arriving = travelling.pop(0)
+            with self._guard():
+                work.wait()
+            for stream, part in zip(incoming, arriving, strict=True):
+                stream.write_from(part)
+
+        for round_ in range(volumes.rounds(piece)):
+            sends = [cut.nbytes for cut in volumes.cuts(self.rank, round_, piece)]
+            receives = [volumes.cuts(peer, round_, piece)[self.rank].nbytes for peer in range(self.size)]
+            leaving, arriving = (half[round_ % 2, : sum(n)] for half, n in zip(staging, (sends, receives), strict=True))
+            for stream, part in zip(outgoing, leaving.split(sends), strict=True):
+                stream.read_into(part)
+            with self._guard():
+                work = self._group.alltoall_base(arriving, leaving, receives, sends)
+            travelling.append((work, list(arriving.split(receives))))
+            if len(travelling) > 1:
+                unpack()
+        while travelling:
+            unpack()
+        self._run(lambda: [])
+
     def barrier(self) -> None:
         self.all_reduce_sum(torch.zeros(1, device=self.device))
 
@@ -85,14 +141,20 @@ class ProcessGroupCommunicator:
 
     def _run(self, start: Callable[[], Iterable[dist.Work]]) -> None:
         """Start collectives and wait for all of them, on the host: an error must come before the next use."""
+        with self._guard():
+            for work in list(start()):
+                work.wait()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Around what uses the group: when it fails, it is over."""
         if self._group is None:
             raise PeerLost(f"rank {self.rank} of {self.size} is no longer connected to its peers")
         try:
             with _peer_lost(f"rank {self.rank} of {self.size} lost a peer"):
-                for work in list(start()):
-                    work.wait()
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
+                yield
         except PeerLost:
             self.close()
             raise

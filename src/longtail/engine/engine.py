@@ -7,23 +7,29 @@ its prompt, parameters and seed alone, not on the batch, the order, the chunk si
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
 import numpy as np
 import torch
 
+from longtail.core.comm import Communicator
 from longtail.core.errors import CapacityError, ModelError, RequestError
 from longtail.core.types import Completion, Emitted, FinishReason, Request, SamplingParams, SubStage
-from longtail.engine import attention, jit, linear, program, sampling
+from longtail.engine import attention, jit, linear, program, sampling, sharded_sampling
+from longtail.engine.attention import LaneAttention
 from longtail.engine.attention_torch import TorchLaneAttention
+from longtail.engine.cargo import Cargo, CargoGroup, lanes_of, pack
 from longtail.engine.lanes import LanePool
 from longtail.engine.model import Decoder
 from longtail.engine.program import LayerProgram
-from longtail.engine.sampling import NOT_FINITE, Draws, Sampler
+from longtail.engine.sampling import NOT_FINITE, Draws, Sampler, filters
 from longtail.engine.scheduler import FRESH, Fill, Group, Scheduler
 from longtail.engine.sequences import Sequences
+from longtail.engine.sharded import ShardedDecoder
+from longtail.engine.sharded_sampling import ShardedSampler
+from longtail.engine.shm import ShmCommunicator
 from longtail.engine.stop import stop_position
 from longtail.engine.top_logprobs import top_logprobs
 
@@ -34,7 +40,8 @@ MOST_TEMPERATURE = 1e30
 
 @dataclass(slots=True)
 class StepResult:
-    """What one quantum did. ``tokens`` counts the positions computed, ``batch`` the sequences that they belong to.
+    """What one quantum did. ``tokens`` counts the positions computed, ``batch`` the sequences that they belong to;
+    ``context`` is how many positions all of those have now.
 
     ``emitted`` lists the tokens drawn, in batch order; each token of a sample appears once, in order.
     """
@@ -42,6 +49,7 @@ class StepResult:
     substage: SubStage
     tokens: int
     batch: int
+    context: int = 0
     emitted: list[Emitted] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
 
@@ -51,6 +59,11 @@ class Engine:
 
     ``detokenize`` turns generated ids into text; without it completions have empty texts and stop strings are
     refused. ``max_context`` lowers the model's own. Prefill goes before decode, so that batches are full.
+
+    With a ``comm`` of several ranks this is one rank of a tensor-parallel group, and ``lanes`` holds the KV heads of
+    its shard (``engine/shard.py``), with as many blocks for each head as on every other rank. All ranks must get the
+    same calls in the same order. They make the same schedule and the same draws, without a word about it, and their
+    results are equal. Construction and :meth:`step` are collective, and raise :class:`PeerLost`.
 
     >>> engine.add(Request(request_id="a", prompt=np.array([1, 2]), seeds=(0, 1), params=SamplingParams(max_tokens=8)))
     >>> while engine.has_work:
@@ -67,6 +80,7 @@ class Engine:
         max_running: int = 256,
         chunk_tokens: int = 512,
         max_context: int | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         self.model, self.lanes = model, lanes
         self._detokenize = detokenize
@@ -76,9 +90,13 @@ class Engine:
         self._scheduler = Scheduler(lanes, self._sequences, max_running)
         self._groups: dict[str, Group] = {}
         self._next_number = 0
-        fast = attention.supports(lanes)
-        self._attend = LayerProgram(model, lanes) if fast else TorchLaneAttention(lanes, model.rope)
         self._sample = Sampler(model.config.vocab_size)
+        self._decoder: Decoder | ShardedDecoder = model
+        self._sample_sharded: ShardedSampler | None = None
+        if comm is not None and comm.size > 1:
+            self._decoder = ShardedDecoder(model, comm, lanes.kv_heads)
+            self._sample_sharded = ShardedSampler(comm, self._decoder.vocab)
+        self._attend = _attention(model, lanes, comm, rows=max(chunk_tokens, max_running))
 
     # Requests
 
@@ -119,6 +137,16 @@ class Engine:
         """Samples that decode, or whose KV is being computed."""
         fills = sum(f.group.request.samples if f.slot == FRESH else 1 for f in self._scheduler.fills)
         return len(self._scheduler.running) + fills
+
+    def progress(self) -> dict[str, np.ndarray]:
+        """Tokens so far of every request in flight: int32 [samples], -1 for those that have ended; an empty array while
+        its prompt is not prefilled."""
+        seq, found = self._sequences, {}
+        for request_id, group in self._groups.items():
+            generated = np.full(group.request.samples if group.slots else 0, -1, np.int32)
+            generated[seq.sample[group.slots]] = seq.generated[group.slots]
+            found[request_id] = generated
+        return found
 
     @property
     def preemptions(self) -> int:
@@ -161,7 +189,8 @@ class Engine:
             np.array([fill.done for fill, _ in chunks]),
             counts,
         )
-        result = StepResult(SubStage.PREFILL, len(tokens), len(chunks))
+        context = sum(fill.done + count for fill, count in chunks)
+        result = StepResult(SubStage.PREFILL, len(tokens), len(chunks), context)
         prompts: list[Fill] = []
         last_rows: list[int] = []
         for (fill, count), end in zip(chunks, np.cumsum(counts), strict=True):
@@ -174,7 +203,7 @@ class Engine:
             else:
                 self._scheduler.refill_done(fill)
         if prompts:
-            self._first_tokens(prompts, self.model.logits(hidden_TD[last_rows]), result)
+            self._first_tokens(prompts, self._decoder.logits(hidden_TD[last_rows]), result)
         return result
 
     def _first_tokens(self, prompts: list[Fill], logits_UV: torch.Tensor, result: StepResult) -> None:
@@ -193,45 +222,42 @@ class Engine:
         self._complete(ended, result)
 
     def _open_slots(self, group: Group) -> list[int]:
-        request = group.request
-        for i, (seed, limit) in enumerate(zip(request.seeds, group.limits, strict=True)):
-            slot = self._sequences.open(
-                number=group.number + i,
-                sample=i,
-                seed=seed,
-                prompt_len=group.prompt_len,
-                limit=limit,
-                params=request.params,
-                forced=request.forced_lengths is not None,
-            )
-            self._scheduler.adopt(group, slot)
+        for i in range(group.request.samples):
+            self._open_slot(group, i)
         return list(group.slots)
+
+    def _open_slot(self, group: Group, sample: int) -> int:
+        request = group.request
+        slot = self._sequences.open(
+            number=group.number + sample,
+            sample=sample,
+            seed=request.seeds[sample],
+            prompt_len=group.prompt_len,
+            limit=group.limits[sample],
+            params=request.params,
+            forced=request.forced_lengths is not None,
+        )
+        self._scheduler.adopt(group, slot)
+        return slot
 
     def _decode(self) -> StepResult:
         self._scheduler.make_room()
         seq, slots = self._sequences, self._scheduler.running
         ones = np.ones(len(slots), np.int64)
-        hidden_BD = self._forward(seq.last[slots], seq.row[slots], seq.positions(slots), ones)
-        result = StepResult(SubStage.DECODE, len(slots), len(slots))
-        self._draw(self.model.logits(hidden_BD), np.arange(len(slots)), slots, result)
+        positions = seq.positions(slots)
+        hidden_BD = self._forward(seq.last[slots], seq.row[slots], positions, ones)
+        result = StepResult(SubStage.DECODE, len(slots), len(slots), int(positions.sum()) + len(slots))
+        self._draw(self._decoder.logits(hidden_BD), np.arange(len(slots)), slots, result)
         self._complete(self._ended(slots), result)
         return result
 
     def _forward(self, tokens: np.ndarray, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         self._attend.begin(rows, starts, counts)
-        return self.model(torch.from_numpy(tokens).to(self.model.device), self._attend)
+        return self._decoder(torch.from_numpy(tokens).to(self.model.device), self._attend)
 
     def _draw(self, logits_UV: torch.Tensor, index: np.ndarray, slots: np.ndarray, result: StepResult) -> None:
         seq, group_of = self._sequences, self._scheduler.group_of
-        draws: Draws = self._sample(
-            logits_UV,
-            index,
-            seeds=seq.seed[slots],
-            positions=seq.prompt_len[slots] + seq.generated[slots],
-            temperature=seq.temperature[slots],
-            top_k=seq.top_k[slots],
-            top_p=seq.top_p[slots],
-        )
+        draws, logits_UV = self._drawn(logits_UV, index, slots)
         if (draws.tokens == NOT_FINITE).any():
             slot = int(slots[int(np.argmax(draws.tokens == NOT_FINITE))])
             request = group_of[slot].request
@@ -246,6 +272,22 @@ class Engine:
         ids = [group_of[slot].request.request_id for slot in slots.tolist()]
         drawn = zip(ids, seq.sample[slots].tolist(), draws.tokens.tolist(), draws.logprobs.tolist(), tops, strict=False)
         result.emitted += map(Emitted._make, drawn)
+
+    def _drawn(self, logits_UV: torch.Tensor, index: np.ndarray, slots: np.ndarray) -> tuple[Draws, torch.Tensor]:
+        """The draws, and the logits, which in a group become those of the whole vocabulary where they are needed."""
+        seq = self._sequences
+        top_k, top_p = seq.top_k[slots], seq.top_p[slots]
+        noise = {
+            "seeds": seq.seed[slots],
+            "positions": seq.prompt_len[slots] + seq.generated[slots],
+            "temperature": seq.temperature[slots],
+        }
+        if self._sample_sharded is not None:
+            assert isinstance(self._decoder, ShardedDecoder)
+            if not seq.top_logprobs[slots].any() and not filters(top_k, top_p, self.model.config.vocab_size):
+                return self._sample_sharded(logits_UV, index, **noise), logits_UV
+            logits_UV = self._decoder.all_logits(logits_UV)
+        return self._sample(logits_UV, index, **noise, top_k=top_k, top_p=top_p), logits_UV
 
     # Endings
 
@@ -299,6 +341,46 @@ class Engine:
             if not group.slots:
                 del self._groups[group.request.request_id]
 
+    # Changing hands
+
+    def export(self) -> Cargo:
+        """Everything in flight, as plain data; changes nothing. A prefill that is not done counts as not begun."""
+        return pack(self.lanes, self._scheduler)
+
+    def adopt(self, groups: Sequence[CargoGroup], columns: np.ndarray) -> None:
+        """Go on with ``groups``, oldest first, of engines that have exported them; this one must be empty.
+
+        ``columns`` int32 ``[C, heads]`` are the blocks behind the columns that ``groups`` list, as
+        :meth:`LanePool.place` takes them: free blocks replace those ``MISSING``, to be filled before the next step.
+        Raises :class:`CapacityError`, changing nothing, when there are too few.
+        """
+        if self.has_work:
+            raise RuntimeError("adopt() was called on an engine that has requests")
+        rows = iter(self.lanes.place(columns, list(lanes_of(groups))))
+        for cargo in groups:
+            group = Group(cargo.request, self._next_number, cargo.limits)
+            self._next_number += cargo.request.samples
+            self._groups[cargo.request.request_id] = group
+            if cargo.fresh:
+                self._scheduler.submit(group)
+                continue
+            if cargo.prompt is not None:
+                group.prompt_row = next(rows)
+            for sample in cargo.samples:
+                slot = self._open_slot(group, sample.sample)
+                self._sequences.resume(
+                    slot, tokens=sample.tokens, logprobs=sample.logprobs, preemptions=sample.preemptions
+                )
+                if sample.lanes is not None:
+                    self._sequences.row[slot] = next(rows)
+            self._scheduler.resume(group)
+
+    def let_go(self) -> None:
+        """Forget all requests, which other engines have adopted, and give up the lanes; the end of this engine."""
+        for request_id in self.request_ids:
+            self.abort(request_id)
+        self.lanes.vacate()
+
     # What can be served
 
     def _check(self, request: Request) -> tuple[int, ...]:
@@ -340,13 +422,26 @@ class Engine:
         return limits
 
 
+def _attention(
+    model: Decoder, lanes: LanePool, comm: Communicator | None, *, rows: int
+) -> LaneAttention | TorchLaneAttention:
+    """Attention over the lanes, that runs all layers at once where the kernels and the communicator can."""
+    if not attention.supports(lanes):
+        return TorchLaneAttention(lanes, model.rope)
+    if comm is None or comm.size == 1:
+        return LayerProgram(model, lanes)
+    if isinstance(comm, ShmCommunicator) and program.serves(model, lanes):
+        return LayerProgram(model, lanes, comm=comm, rows=rows)
+    return LaneAttention(lanes, model.rope)
+
+
 def compile_kernels(dtype: torch.dtype) -> None:
     """Compile what an engine of ``dtype`` runs on a CPU, or load it from the cache.
 
     Takes some 20 s of one core once per machine; a driver that calls it before starting workers spares each of them.
     """
     if dtype in (torch.float32, torch.float64):
-        for module in (linear, program, sampling):
+        for module in (linear, program, sampling, sharded_sampling):
             module.compiled(dtype)
         jit.note_compiled(str(dtype))
 

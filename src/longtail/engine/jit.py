@@ -18,7 +18,7 @@ import numba
 
 from longtail.engine.models import cache_dir
 
-_SOURCES = ("attention", "jit", "lanes", "linear", "program", "sampling", "simd", "team")
+_SOURCES = ("attention", "jit", "lanes", "linear", "program", "sampling", "sharded_sampling", "shm", "simd", "team")
 
 
 @functools.cache

@@ -3,11 +3,11 @@
 A block holds ``block_tokens`` positions of ONE KV head for all layers, so a lane can be released, refilled or sent
 elsewhere alone, and an uneven split of heads over workers needs nothing special. The pool knows neither tokens nor
 lengths: a *row* is the set of lanes of one sequence over the pool's KV heads, and its owner says up to which position
-they must reach.
+they must reach. The blocks are those of a :class:`longtail.engine.blocks.BlockStore`, its own or one that it shares
+with other pools.
 
-Invariants (:meth:`LanePool.check`): a block's reference count is the number of table entries that name it; a block
-is in the free list exactly when its count is 0; used + free = total. A block with several references is never
-written: :meth:`LanePool.claim` copies it first.
+A block with several references is never written: :meth:`LanePool.claim` copies it first. What must hold of blocks and
+references is written, and checked, in ``blocks.py``.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import numpy as np
 import torch
 
 from longtail.core.errors import CapacityError
+from longtail.engine.blocks import MISSING, BlockStore
 from longtail.engine.config import ModelConfig
 from longtail.engine.jit import jit
 
-MISSING = -1
+__all__ = ["MISSING", "LanePool"]
 
 
 class LanePool:
-    """Blocks of the local KV heads.
+    """Tables over the blocks of ``store``, for some of the model's KV heads.
 
-    ``k`` is ``[blocks, layers, H, block_tokens]`` (so that query x key vectorises over positions), ``v`` is
-    ``[blocks, layers, block_tokens, H]``. ``kv_heads`` lists which of the model's KV heads live here (default: all).
-    ``tables`` is int32 ``[rows, len(kv_heads), width]`` of block ids, ``MISSING`` beyond a lane's end.
+    ``kv_heads`` lists which of the model's KV heads live here (default: all). ``tables`` is int32
+    ``[rows, len(kv_heads), width]`` of block ids, ``MISSING`` beyond a lane's end. ``k``, ``v`` and ``refs`` are the
+    store's. Built by its constructor, a pool has a store of its own; :meth:`over` makes one on a shared store.
     """
 
     def __init__(
@@ -42,21 +43,32 @@ class LanePool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if blocks < 1 or block_tokens < 1:
-            raise CapacityError(f"a lane pool needs at least one block of one token, got {blocks} x {block_tokens}")
-        self.config = config
-        self.kv_heads = tuple(range(config.kv_heads)) if kv_heads is None else tuple(kv_heads)
-        self.block_tokens = block_tokens
-        self.total = blocks
-        # Zeros, not empty: attention multiplies unwritten positions by a weight of 0, and 0 x NaN is NaN.
-        self.k = torch.zeros(blocks, config.layers, config.head_dim, block_tokens, dtype=dtype, device=device)
-        self.v = torch.zeros(blocks, config.layers, block_tokens, config.head_dim, dtype=dtype, device=device)
-        self.refs = np.zeros(blocks, np.int32)
-        self._free = np.arange(blocks, dtype=np.int32)[::-1].copy()
-        self.free = blocks
+        store = BlockStore(config, blocks=blocks, block_tokens=block_tokens, dtype=dtype, device=device)
+        self._begin(store, range(config.kv_heads) if kv_heads is None else kv_heads, None)
+
+    @classmethod
+    def over(cls, store: BlockStore, kv_heads: Sequence[int], columns: int | None = None) -> LanePool:
+        """A pool on a shared store. With ``columns``, it may hold so many blocks of each of its heads, and these are
+        its own to take: pools of different stores with the same ``columns`` then have the same ``free / heads`` after
+        the same calls, whatever their heads and whatever else the stores hold.
+        """
+        pool = cls.__new__(cls)
+        pool._begin(store, kv_heads, columns)
+        return pool
+
+    def _begin(self, store: BlockStore, kv_heads: Sequence[int], columns: int | None) -> None:
+        self.store, self.config, self.block_tokens = store, store.config, store.block_tokens
+        self.k, self.v, self.refs = store.k, store.v, store.refs
+        self.kv_heads = tuple(kv_heads)
+        self.capped = columns is not None
+        self.total = store.total if columns is None else columns * len(self.kv_heads)
+        """Blocks that the pool can hold at most."""
+        self.used = 0
+        """Blocks that its tables name."""
         self.tables = np.full((16, len(self.kv_heads), 16), MISSING, np.int32)
         self._free_rows = list(range(len(self.tables)))[::-1]
         self._open = np.zeros(len(self.tables), bool)
+        store.pools.add(self)
 
     @staticmethod
     def block_bytes(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> int:
@@ -64,8 +76,11 @@ class LanePool:
         return 2 * config.layers * config.head_dim * block_tokens * dtype.itemsize
 
     @property
-    def used(self) -> int:
-        return self.total - self.free
+    def free(self) -> int:
+        """Blocks that may be taken now."""
+        if self.capped:
+            return min(self.total - self.used, self.store.free)
+        return max(0, self.store.free - self.store.reserved_beside(self))
 
     @property
     def heads(self) -> int:
@@ -97,7 +112,8 @@ class LanePool:
 
     def release(self, row: int, head: int) -> None:
         """Give back the blocks of one lane; ``head`` is an index into ``kv_heads``. :meth:`grow` refills it."""
-        self.free = _release(self.tables[row, head], self.refs, self._free, self.free)
+        store = self.store
+        self._took(store, _release(self.tables[row, head], self.refs, store.free_list, store.free))
 
     def grow(self, row: int, tokens: int) -> None:
         """Give every lane of ``row`` the blocks to reach ``tokens`` positions.
@@ -108,9 +124,9 @@ class LanePool:
         self._widen(count)
         table = self.tables[row]
         missing = int((table[:, :count] == MISSING).sum())
-        if missing > self.free:
-            raise CapacityError(f"{missing} KV blocks wanted, {self.free} of {self.total} free")
-        self.free = _grow(table, count, self.refs, self._free, self.free)
+        self._must_be_free(missing)
+        store = self.store
+        self._took(store, _grow(table, count, self.refs, store.free_list, store.free))
 
     def fork(self, source: int, tokens: int) -> int:
         """A new row that shares the blocks of ``source`` covering its first ``tokens`` positions."""
@@ -140,34 +156,77 @@ class LanePool:
         wanted = self.wanted(rows, positions)
         if wanted == 0:
             return
-        if wanted > self.free:
-            raise CapacityError(f"{wanted} KV blocks wanted, {self.free} of {self.total} free")
+        self._must_be_free(wanted)
         copies = np.empty((2, wanted), np.int64)
-        self.free, n = _claim(self.tables, self.refs, self._free, self.free, rows, positions, self.block_tokens, copies)
+        store, size = self.store, self.block_tokens
+        free, n = _claim(self.tables, self.refs, store.free_list, store.free, rows, positions, size, copies)
+        self._took(store, free)
         if n:
             source, target = torch.from_numpy(copies[:, :n]).to(self.k.device)
             self.k[target] = self.k[source]
             self.v[target] = self.v[source]
 
+    # Changing hands
+
+    def place(self, columns: np.ndarray, lanes: Sequence[np.ndarray]) -> list[int]:
+        """Open a row for each of ``lanes``: row i reaches over the blocks ``columns[lanes[i]]``.
+
+        ``columns`` is int32 ``[C, heads]`` of block ids; each ``MISSING`` is replaced, in the array, by a free block.
+        The others are those of a pool of the same store that will :meth:`vacate`: until then both pools name them,
+        and nothing may be written. Every column is in some lane.
+
+        Raises :class:`CapacityError`, changing nothing, when too few are free; what is reserved for other pools counts
+        as free here, since a pool about to leave may have reserved it.
+        """
+        missing = columns == MISSING
+        count, store = int(missing.sum()), self.store
+        if count > store.free or self.used + columns.size > self.total:
+            raise CapacityError(
+                f"{columns.size} KV blocks are to be placed, {count} of them new, and {store.free} of {self.total} "
+                "are free"
+            )
+        store.free -= count
+        columns[missing] = store.free_list[store.free : store.free + count]
+        rows = []
+        for lane in lanes:
+            row = self.open()
+            self._widen(len(lane))
+            self.tables[row, :, : len(lane)] = columns[lane].T
+            np.add.at(self.refs, columns[lane].ravel(), 1)
+            rows.append(row)
+        self.used += columns.size
+        return rows
+
+    def vacate(self) -> None:
+        """Close all rows and leave the store. The pool is of no use afterwards."""
+        for row in np.flatnonzero(self._open).tolist():
+            self.close(row)
+        self.used = 0
+        self.store.pools.discard(self)
+
+    # Health
+
     def scrub(self) -> None:
-        """Zero all keys and values, where a diverged model may have left NaN."""
-        self.k.zero_()
-        self.v.zero_()
+        """Zero all keys and values of the store, where a diverged model may have left NaN."""
+        self.store.scrub()
 
     def check(self) -> None:
-        """Lane conservation (design 7.4); raises ``AssertionError`` with a sentence."""
-        refs = np.zeros_like(self.refs)
-        held = self.tables[self.tables != MISSING]
-        np.add.at(refs, held, 1)
-        wrong = np.flatnonzero(refs != self.refs)
-        assert not len(wrong), f"block {wrong[0]} is named {refs[wrong[0]]} times but counts {self.refs[wrong[0]]}"
-        free = self._free[: self.free]
-        assert len(np.unique(free)) == len(free), "a block is in the free list twice"
-        assert not refs[free].any(), "a block is both free and in a lane"
-        used = int((refs > 0).sum())
-        assert used + self.free == self.total, f"{used} used + {self.free} free blocks are not {self.total}"
+        """Lane conservation over the whole store; raises ``AssertionError`` with a sentence."""
+        self.store.check()
+
+    def check_rows(self) -> None:
         closed = self.tables[~self._open]
         assert (closed == MISSING).all(), "a closed row still names a block"
+        assert self.used <= self.total, f"{self.used} blocks are more than the pool's {self.total}"
+
+    def _must_be_free(self, blocks: int) -> None:
+        if blocks > self.free:
+            raise CapacityError(f"{blocks} KV blocks wanted, {self.free} of {self.total} free")
+
+    def _took(self, store: BlockStore, free: int) -> None:
+        """The store has ``free`` free blocks now: the difference is what the pool took, or gave back."""
+        self.used += store.free - free
+        store.free = free
 
     def _widen(self, count: int) -> None:
         width = self.tables.shape[2]

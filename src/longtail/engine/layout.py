@@ -1,7 +1,8 @@
-"""Where the rows of separate Hugging Face projections stand in the fused weights, and views of their shards.
+"""Where the rows of separate Hugging Face projections stand in the fused weights.
 
 Pure functions of tensors. All accept weights ``[rows, D]`` and, where biases exist, biases ``[rows]``. Whatever is
-called a view shares storage with its argument: reading and writing through it is exact, and sharding copies nothing.
+called a view shares storage with its argument: reading and writing through it is exact. Which of the fused rows belong
+to a rank says ``engine/shard.py``.
 
 Shapes as in ``engine/model.py``: G KV heads, R query heads per KV head, H head dimension, D hidden size, F MLP size,
 B rows of an MLP block (``config.mlp_block``), N = F / B blocks. Fused QKV rows: ``[G, R + 2, H]`` with the R query
@@ -70,26 +71,3 @@ def unfuse_gate_up(gate_up: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor
     """The inverse of :func:`fuse_gate_up`, bit for bit."""
     gate, up = split_gate_up(gate_up, config)
     return gate.flatten(0, 1), up.flatten(0, 1)
-
-
-def qkv_view(qkv: Tensor, first_head: int, last_head: int, config: ModelConfig) -> Tensor:
-    """Contiguous view of the fused rows of KV heads ``first_head .. last_head - 1`` and their query heads."""
-    rows = config.qkv_rows_per_kv
-    return qkv[first_head * rows : last_head * rows]
-
-
-def o_view(o: Tensor, first_head: int, last_head: int, config: ModelConfig) -> Tensor:
-    """Column view ``[D, heads * R * H]`` of the output projection for the same KV heads; partial results add up."""
-    columns = config.heads_per_kv * config.head_dim
-    return o[:, first_head * columns : last_head * columns]
-
-
-def gate_up_view(gate_up: Tensor, first_block: int, last_block: int, config: ModelConfig) -> Tensor:
-    """Contiguous view of the fused rows of MLP blocks ``first_block .. last_block - 1``, gate and up."""
-    rows = 2 * config.mlp_block
-    return gate_up[first_block * rows : last_block * rows]
-
-
-def down_view(down: Tensor, first_block: int, last_block: int, config: ModelConfig) -> Tensor:
-    """Column view ``[D, blocks * B]`` of the down projection for the same MLP blocks; partial results add up."""
-    return down[:, first_block * config.mlp_block : last_block * config.mlp_block]

@@ -49,8 +49,8 @@ PARALLEL_WORK = 400_000
 
 # Words of an argument block, after those of every kernel (team.py).
 (NEXT_ROW, ROWS_DONE, M, N, K, X, W, W_STRIDE, BIAS) = range(3, 12)
-(NORM, NORMED, RESIDUAL, OUT, BLOCK, SCRATCH, EPS) = range(12, 19)
-WORDS = 19
+(NORM, NORMED, RESIDUAL, RESIDUAL_STRIDE, OUT, OUT_STRIDE, BLOCK, SCRATCH, EPS) = range(12, 21)
+WORDS = 21
 _Args = words(WORDS)
 
 
@@ -78,13 +78,14 @@ def linear(
     """``x @ weight.T + bias``, of ``rms_norm(x) * norm`` if ``norm_K`` is given, plus ``residual_MN`` if given.
 
     With ``swiglu_block``, rows of ``weight`` are blocks of gate and up in turn, and the result is
-    ``silu(gate) * up`` ``[M, N / 2]``. ``weight_NK`` may be a column view.
+    ``silu(gate) * up`` ``[M, N / 2]``. ``weight_NK`` and ``residual_MN`` may be column views.
     """
     x_MK = x_MK.contiguous()
     rows, inputs = x_MK.shape
     outputs, dtype = weight_NK.shape[0], x_MK.dtype
     threads = team_size() if outputs * inputs * max(rows, 4) > PARALLEL_WORK else 1
-    out = torch.empty(rows, outputs // 2 if swiglu_block else outputs, dtype=dtype)
+    width = outputs // 2 if swiglu_block else outputs
+    out = torch.empty(rows, width, dtype=dtype)
     normed = x_MK if norm_K is None else torch.empty(rows, inputs, dtype=dtype)
     scratch = None
     if swiglu_block:
@@ -99,7 +100,9 @@ def linear(
         0 if norm_K is None else norm_K.data_ptr(),
         normed.data_ptr(),
         0 if residual_MN is None else residual_MN.data_ptr(),
+        0 if residual_MN is None else residual_MN.stride(0),
         out.data_ptr(),
+        width,
         swiglu_block,
         0 if scratch is None else scratch.data_ptr(),
         float_word(eps),
@@ -181,9 +184,9 @@ def linear_items(pointer, dtype):
     stride = args[W_STRIDE]
     w = carray(as_pointer(args[W]), outputs * stride, dtype)
     bias = carray(as_pointer(args[BIAS]), outputs, dtype)
-    residual = carray(as_pointer(args[RESIDUAL]), rows * outputs, dtype)
-    width = outputs // 2 if block > 0 else outputs
-    out = carray(as_pointer(args[OUT]), rows * width, dtype)
+    residual_stride, out_stride = args[RESIDUAL_STRIDE], args[OUT_STRIDE]
+    residual = carray(as_pointer(args[RESIDUAL]), rows * residual_stride, dtype)
+    out = carray(as_pointer(args[OUT]), rows * out_stride, dtype)
     step = 2 * block if block > 0 else _ITEM_ROWS
     items = (outputs + step - 1) // step
     panel = _compiled_panel_rows(rows, inputs, x.itemsize)
@@ -205,17 +208,17 @@ def linear_items(pointer, dtype):
                         for n in range(step):
                             scratch[m * step + n] += bias[n0 + n]
                 for m in range(m0, m1):
-                    _swiglu_row(scratch, (m - m0) * step, block, out, m * width + n0 // 2, dtype(1.0))
+                    _swiglu_row(scratch, (m - m0) * step, block, out, m * out_stride + n0 // 2, dtype(1.0))
                 continue
-            _block(x, w, out, m0, m1, n0, n1, inputs, stride, 0, outputs)
+            _block(x, w, out, m0, m1, n0, n1, inputs, stride, 0, out_stride)
             if args[BIAS] != 0:
                 for m in range(m0, m1):
                     for n in range(n0, n1):
-                        out[m * outputs + n] += bias[n]
+                        out[m * out_stride + n] += bias[n]
             if args[RESIDUAL] != 0:
                 for m in range(m0, m1):
                     for n in range(n0, n1):
-                        out[m * outputs + n] += residual[m * outputs + n]
+                        out[m * out_stride + n] += residual[m * residual_stride + n]
     fetch_add(args, FINISHED, done)
     return items
 

@@ -42,7 +42,7 @@ from longtail.engine.team import NEXT, TICKET, Kernel, team_size, words
 BLOCK = 256
 _BINS = 1024
 _LOWEST_WEIGHT_EXPONENT = 87.0
-_PARALLEL_LOGITS = 100_000
+PARALLEL_LOGITS = 100_000
 """Logits of one call below which waking a second thread costs more than it brings."""
 
 (_ITEMS, _V, _ROWS, _LOGITS, _INDEX, _SEEDS, _POSITIONS, _TEMPERATURE) = range(3, 11)
@@ -82,11 +82,9 @@ class Sampler:
         top_p: np.ndarray,
     ) -> Draws:
         """Draw i uses row ``index[i]`` of ``logits_UV`` and element i of every other array."""
-        if logits_UV.dtype not in (torch.float32, torch.float64):
-            logits_UV = logits_UV.float()
-        logits_UV = logits_UV.cpu().contiguous()
+        logits_UV = plain_logits(logits_UV)
         n, V = len(index), self._vocab_size
-        threads = team_size() if n > 1 and n * V > _PARALLEL_LOGITS else 1
+        threads = team_size() if n > 1 and n * V > PARALLEL_LOGITS else 1
         dtype = np.float32 if logits_UV.dtype == torch.float32 else np.float64
         scratch = self._scratch.get(dtype)
         if scratch is None or len(scratch) < threads:
@@ -111,6 +109,18 @@ class Sampler:
         )
         compiled(logits_UV.dtype).run(args, threads)
         return draws
+
+
+def plain_logits(logits_UV: Tensor) -> Tensor:
+    """As the kernels take them: contiguous, on the CPU, float32 or float64."""
+    if logits_UV.dtype not in (torch.float32, torch.float64):
+        logits_UV = logits_UV.float()
+    return logits_UV.cpu().contiguous()
+
+
+def filters(top_k: np.ndarray, top_p: np.ndarray, vocab_size: int) -> bool:
+    """Whether any draw is from less than the whole vocabulary."""
+    return bool((((top_k > 0) & (top_k < vocab_size)) | (top_p < 1)).any())
 
 
 @jit
@@ -177,28 +187,27 @@ def _team_member(pointer, dtype):
             return
         at = index[i] * V
         T = temperature[i]
-        best = _argmax(logits, at, V, dtype(-np.inf))
+        best = argmax(logits, at, V, dtype(-np.inf))
         top = logits[at + best]
-        inverse = dtype(min(1.0 / T, 1e30)) if T > 0 else dtype(1.0)
-        mass = _weigh(logits, at, V, top, inverse, weights, sums)
+        mass = _weigh(logits, at, V, top, dtype(inverse_of(T)), weights, sums)
         if not np.isfinite(mass):
             tokens[i] = NOT_FINITE
             logprobs[i] = np.nan
             continue
         token = best
         if T > 0:
-            u = uniform(seeds[i], positions[i])
+            kept = mass
             if (0 < top_k[i] < V) or top_p[i] < 1:
                 kept = _filter(logits, at, V, top, T, top_k[i], top_p[i], weights, sums)
-                token = _inverse_cdf(weights, sums, blocks, u * kept, best)
-            else:
-                token = _inverse_cdf(weights, sums, blocks, u * mass, best)
+            target = uniform(seeds[i], positions[i]) * kept
+            block, running = locate(sums, blocks, target)
+            token = block * BLOCK + find(weights, block * BLOCK, running, target)
         tokens[i] = token
-        logprobs[i] = (np.float64(logits[at + token]) - np.float64(top)) / (T if T > 0 else 1.0) - np.log(mass)
+        logprobs[i] = logprob(logits[at + token], top, T, mass)
 
 
 @jit
-def _argmax(logits, at, V, lowest):
+def argmax(logits, at, V, lowest):
     """Lowest id of the largest logit (0 if there is none)."""
     lanes = VECTOR_BYTES // logits.itemsize
     best, where = lowest, 0
@@ -220,52 +229,72 @@ def _argmax(logits, at, V, lowest):
 
 
 @jit
+def inverse_of(T):
+    """What logits are multiplied by; greedy draws report the distribution at temperature 1."""
+    return min(1.0 / T, 1e30) if T > 0 else 1.0
+
+
+@jit
+def logprob(logit, top, T, mass):
+    return (np.float64(logit) - np.float64(top)) / (T if T > 0 else 1.0) - np.log(mass)
+
+
+@jit
 def _weigh(logits, at, V, top, inverse, weights, sums):
     """Fill ``weights`` (0 beyond V) and the sum of each block; returns the total."""
-    lanes = VECTOR_BYTES // logits.itemsize
-    shift, factor = splat(top), splat(inverse)
     everything = 0.0
     for b in range((V + BLOCK - 1) // BLOCK):
-        block = 0.0
-        for j in range(b * BLOCK, (b + 1) * BLOCK, lanes):
-            if j + lanes <= V:
-                weight = exp(mul(sub(load(logits, at + j), shift), factor))
-            else:
-                for k in range(lanes):
-                    weights[j + k] = logits[at + j + k] if j + k < V else -np.inf
-                weight = exp(mul(sub(load(weights, j), shift), factor))
-            store(weights, j, weight)
-            block += total64(weight)
-        sums[b] = block
-        everything += block
+        sums[b] = weigh_block(logits, at, V, b, top, inverse, weights, b * BLOCK)
+        everything += sums[b]
     return everything
 
 
 @jit
-def _inverse_cdf(weights, sums, blocks, target, best):
-    """First token at which the running sum exceeds ``target``; else, by rounding, the last one with any weight."""
-    running, last = 0.0, best
-    for b in range(blocks):
-        if running + sums[b] > target or b == blocks - 1:
-            for j in range(b * BLOCK, (b + 1) * BLOCK):
-                if weights[j] > 0:
-                    last = j
-                    running += weights[j]
-                    if running > target:
-                        return j
-            return last
-        running += sums[b]
-        if sums[b] > 0:
-            last = _last_positive(weights, b)
-    return last
+def weigh_block(logits, at, V, b, top, inverse, weights, to):
+    """Put the weights of block ``b`` (0 beyond V) at ``weights[to:]``; returns their sum."""
+    lanes = VECTOR_BYTES // logits.itemsize
+    shift, factor = splat(top), splat(inverse)
+    block, first = 0.0, b * BLOCK
+    for j in range(0, BLOCK, lanes):
+        if first + j + lanes <= V:
+            weight = exp(mul(sub(load(logits, at + first + j), shift), factor))
+        else:
+            for k in range(lanes):
+                weights[to + j + k] = logits[at + first + j + k] if first + j + k < V else -np.inf
+            weight = exp(mul(sub(load(weights, to + j), shift), factor))
+        store(weights, to + j, weight)
+        block += total64(weight)
+    return block
 
 
 @jit
-def _last_positive(weights, b):
-    for j in range((b + 1) * BLOCK - 1, b * BLOCK, -1):
-        if weights[j] > 0:
-            return j
-    return b * BLOCK
+def locate(sums, blocks, target):
+    """The block of the first token at which the running sum exceeds ``target``, and the sum before it.
+
+    If by rounding there is none, the last block with any weight, and -inf.
+    """
+    running, last = 0.0, 0
+    for b in range(blocks):
+        if running + sums[b] > target:
+            return b, running
+        running += sums[b]
+        if sums[b] > 0:
+            last = b
+    return last, -np.inf
+
+
+@jit
+def find(weights, at, running, target):
+    """In a block at ``weights[at:]``: the first token at which the sum exceeds ``target``; else, by rounding, the last
+    one with any weight."""
+    last = 0
+    for j in range(BLOCK):
+        if weights[at + j] > 0:
+            last = j
+            running += weights[at + j]
+            if running > target:
+                return j
+    return last
 
 
 @jit

@@ -89,6 +89,15 @@ class Scheduler:
         self.groups[group.number] = group
         self._enqueue(group, FRESH, group.number)
 
+    def resume(self, group: Group) -> None:
+        """``group`` comes from another engine, with its samples so far: those whose slot has a row run, others wait."""
+        self.groups[group.number] = group
+        for slot in group.slots:
+            if self.sequences.row[slot] != NO_ROW:
+                self._run(slot)
+            else:
+                self._enqueue(group, slot, int(self.sequences.number[slot]))
+
     def adopt(self, group: Group, slot: int) -> None:
         """``slot`` is a sample of ``group`` from now on, until :meth:`finish`."""
         group.slots.append(slot)
@@ -288,6 +297,7 @@ class Scheduler:
         return max((g for g in self.groups.values() if g.prompt_row != NO_ROW), key=lambda g: g.number)
 
     def _run(self, slot: int) -> None:
+        self._planned = None
         at = int(np.searchsorted(self.sequences.number[self.running], self.sequences.number[slot]))
         self.running = np.insert(self.running, at, slot)
 

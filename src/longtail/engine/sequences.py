@@ -79,6 +79,13 @@ class Sequences:
         self.ends[slot, : len(ends)] = ends
         return slot
 
+    def resume(self, slot: int, *, tokens: np.ndarray, logprobs: np.ndarray, preemptions: int) -> None:
+        """Give a slot that was just opened what its sample has generated so far (at least one token)."""
+        count = len(tokens)
+        self._widen(count)
+        self.tokens[slot, :count], self.logprobs[slot, :count] = tokens, logprobs
+        self.generated[slot], self.last[slot], self.preemptions[slot] = count, tokens[-1], preemptions
+
     def close(self, slot: int) -> None:
         self._free.append(slot)
 
@@ -89,13 +96,18 @@ class Sequences:
     def append(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Add one token to each of ``slots`` (distinct)."""
         at = self.generated[slots]
-        if len(at) and at.max() >= self.tokens.shape[1]:
-            self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)], axis=1)
-            self.logprobs = np.concatenate([self.logprobs, np.zeros_like(self.logprobs)], axis=1)
+        if len(at):
+            self._widen(int(at.max()) + 1)
         self.tokens[slots, at] = tokens
         self.logprobs[slots, at] = logprobs
         self.last[slots] = tokens
         self.generated[slots] = at + 1
+
+    def _widen(self, tokens: int) -> None:
+        """Make room for so many generated tokens."""
+        while tokens > self.tokens.shape[1]:
+            self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)], axis=1)
+            self.logprobs = np.concatenate([self.logprobs, np.zeros_like(self.logprobs)], axis=1)
 
     def _double(self) -> None:
         n = len(self.row)

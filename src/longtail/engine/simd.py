@@ -8,6 +8,7 @@ order of additions depends on the reduced dimension alone, never on how many row
 from __future__ import annotations
 
 import math
+import time
 
 from llvmlite import ir
 from numba import types
@@ -430,3 +431,20 @@ def atomic_load(typingctx, array, index):
         return builder.load_atomic(pointer, "acquire", 8)
 
     return types.int64(array, types.intp), codegen
+
+
+@intrinsic
+def monotonic_ns(typingctx):
+    """``CLOCK_MONOTONIC`` in nanoseconds."""
+
+    def codegen(context, builder, signature, args):
+        i32, i64 = ir.IntType(32), ir.IntType(64)
+        spec = cgutils.alloca_once(builder, i64, size=2)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(i32, [i32, i64.as_pointer()]), "clock_gettime"
+        )
+        builder.call(function, [ir.Constant(i32, time.CLOCK_MONOTONIC), spec])
+        seconds, rest = (builder.load(builder.gep(spec, [ir.Constant(i32, i)])) for i in range(2))
+        return builder.add(builder.mul(seconds, ir.Constant(i64, 10**9)), rest)
+
+    return types.int64(), codegen

@@ -17,6 +17,7 @@ live rows are sorted by id; answers depend on nothing but the calls made, in the
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Sequence
@@ -80,6 +81,14 @@ class Beliefs:
         self._done_censored = np.zeros(0, bool)
         self._key, self._born, self._u = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
         self._whole: Remaining | None = None
+
+    def fork(self) -> Beliefs:
+        """A copy for the time until the next step, which the original knows nothing of. Both read one history, so only
+        one of them may come to :meth:`next_step`."""
+        fork = copy.copy(self)
+        fork._counts, fork._learner = copy.deepcopy(self._counts), copy.deepcopy(self._learner)
+        fork._generated = self._generated.copy()
+        return fork
 
     # What happens.
 

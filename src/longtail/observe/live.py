@@ -1,7 +1,7 @@
 """What a run looks like: a fold over its events, the one state behind the terminal, the summary and the dashboard.
 
 Pure: no clock, no files. In events a step is named by the steps done before it (the first is 0); people count from
-1, and so do this view and every display. ``done`` maps the number of a finished step to its record.
+1, and so do this view and every display.
 
 Invariant: after a :class:`Rollback` to ``step``, or a start of a pipeline at ``step``, nothing of later steps is left
 in the pipeline's view, so ``done`` is in order of steps. What workers did and the time it took stay: they happened.
@@ -9,15 +9,13 @@ in the pipeline's view, so ``done`` is in order of steps. What workers did and t
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from longtail.core.events import (
     CheckpointSaved,
     Event,
+    MoveEnded,
     MoveMade,
     Note,
     PipelineEnded,
@@ -32,130 +30,8 @@ from longtail.core.events import (
     StepEnded,
     WorkerLost,
 )
-
-WINDOW_S = 10.0
-"""Utilisation and tokens/s are means over this many seconds."""
-STEP_STAGES = ("rollout", "score", "train", "update")
-ROUTINE_MOVES = {"order"}
-"""Moves that every step of a pipeline has: they are in the log, and not worth a line of a display."""
-QUIET_S = 3.0
-"""A worker that has reported nothing for longer than this is idle, not merely between two reports."""
-
-
-class StepRecord(NamedTuple):
-    """What is kept of a finished step: NaN where its metrics lacked the value."""
-
-    reward: float
-    time_s: float
-    tokens: float
-
-
-@dataclass
-class Spell:
-    """Consecutive steps ``first`` to ``last`` in which ``metric`` was the non-finite ``word`` (NaN, inf, -inf)."""
-
-    metric: str
-    word: str
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        where = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
-        return f"{self.metric} is {self.word} at {where}"
-
-
-@dataclass
-class PipelineView:
-    """``status`` is ``waiting``, ``running``, ``finished``, ``failed`` or ``interrupted``."""
-
-    name: str
-    status: str = "waiting"
-    error: str | None = None
-    model: str = ""
-    task: str = ""
-    parameters: int = 0
-    step: int = 0
-    """Steps done."""
-    current: int = 0
-    """The step being worked on; equal to ``step`` between steps."""
-    steps: int | None = None
-    """The goal."""
-    stage: str | None = None
-    samples_done: int = 0
-    """Of the current step."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last finished step."""
-    done: dict[int, StepRecord] = field(default_factory=dict)
-    spells: list[Spell] = field(default_factory=list)
-    checkpoints: list[tuple[int, str]] = field(default_factory=list)
-    _per_step: int | None = None
-    _live: dict[int, int] = field(default_factory=dict)
-    _decoded: deque[tuple[float, float, int]] = field(default_factory=deque)
-    _decoded_since: float = math.inf
-    _decoded_until: float = 0.0
-
-    @property
-    def rewards(self) -> list[float]:
-        """Mean reward of each finished step that is not void, in order of steps; NaN where it had none."""
-        return [record.reward for record in self.done.values()]
-
-    @property
-    def checkpoint(self) -> str | None:
-        return self.checkpoints[-1][1] if self.checkpoints else None
-
-    @property
-    def samples_expected(self) -> int | None:
-        """Samples of the current step: as many as the last step had, or done and live ones; None if not known yet."""
-        if self._per_step is not None:
-            return max(self._per_step, self.samples_done)
-        live = sum(self._live.values())
-        return self.samples_done + live if live else None
-
-    def tokens_per_s(self) -> float | None:
-        """Decoded tokens per second in the window before the last report; the last step's where none is recent."""
-        if self._decoded:
-            until = self._decoded_until
-            since = max(until - WINDOW_S, self._decoded_since)
-            tokens = sum(n * _overlap(a, b, since, until) for a, b, n in self._decoded)
-            return tokens / (until - since) if until > since else None
-        return self.metrics.get("tokens_per_s")
-
-    def continue_after(self, step: int) -> None:
-        """Forget what later steps left, and the half-done current one."""
-        self.step = self.current = step
-        self.stage = None
-        self.samples_done = 0
-        self._live.clear()
-        for late in [s for s in self.done if s > step]:
-            del self.done[late]
-        self.checkpoints = [c for c in self.checkpoints if c[0] <= step]
-        self.spells = [s for s in self.spells if s.first <= step]
-        for spell in self.spells:
-            spell.last = min(spell.last, step)
-
-
-@dataclass
-class WorkerView:
-    index: int
-    busy_s: float = 0.0
-    """Over all starts of the run."""
-    wall_s: float = 0.0
-    """How long the run had this worker, over all starts that have ended; see :meth:`RunView.worker_wall_s`."""
-    lost: int = 0
-    work: str = ""
-    """What it did last, such as ``sums decode b=2``."""
-    reported: float = -math.inf
-    _spans: deque[tuple[float, float, float]] = field(default_factory=deque)
-
-    def utilisation(self, now: float, since: float) -> float | None:
-        """Busy share of the window before ``now``, a worker's latest report standing for now where it is recent."""
-        until = self._spans[-1][1] if self._spans else now
-        if now - until > QUIET_S:
-            until = now
-        begin = max(until - WINDOW_S, since)
-        if until <= begin:
-            return None
-        return min(1.0, sum(s * _overlap(a, b, begin, until) for a, b, s in self._spans) / (until - begin))
+from longtail.observe.moves import LAYOUT_MOVES, ROUTINE_MOVES, Move, OpenMoves
+from longtail.observe.views import WINDOW_S, PipelineView, WorkerView
 
 
 class RunView:
@@ -168,13 +44,16 @@ class RunView:
         self.pipelines: dict[str, PipelineView] = {}
         self.workers: dict[int, WorkerView] = {}
         self.notes: deque[Note] = deque(maxlen=50)
-        self.moves: deque[MoveMade] = deque(maxlen=50)
+        self.moves: deque[Move] = deque(maxlen=50)
         """The last ones that are not routine."""
+        self.latest_move: Move | None = None
+        """What the latest event about a move told of."""
         self.reason: str | None = None
         """Why the run ended; None while it runs (or if it was killed)."""
         self.starts = 0
         self.now = 0.0
         """The time of the latest event."""
+        self._open_moves = OpenMoves()
         self._since: float | None = None
         self._ended_s = 0.0
         self._active = 0
@@ -214,6 +93,21 @@ class RunView:
         late = (self.now if now is None else now) - worker.reported
         return worker.work if late <= WINDOW_S else "idle"
 
+    def groups(self, now: float | None = None) -> list[tuple[int, ...]]:
+        """All workers; those of a tensor-parallel group, which are neighbours, together."""
+        groups: list[tuple[int, ...]] = []
+        for index in sorted(self.workers):
+            group, tp = groups[-1] if groups else (), self._tp(index, now)
+            together = tp > 1 and 0 < len(group) < tp and group[-1] == index - 1 and self._tp(group[0], now) == tp
+            if together and self.workers[group[0]].pipeline == self.workers[index].pipeline:
+                groups[-1] = (*group, index)
+            else:
+                groups.append((index,))
+        return groups
+
+    def _tp(self, index: int, now: float | None) -> int:
+        return self.workers[index].tp if self.work(index, now) == self.workers[index].work else 1
+
     def apply(self, event: Event) -> list[Note]:
         """Take one event in; returns what a person should read because of it: notes, also the view's own ones."""
         notes = self._dispatch(event)
@@ -230,12 +124,11 @@ class RunView:
             case SequenceEnded():
                 self._sequence(event)
             case StageEntered():
-                self._stage(event)
+                self._pipeline(event.pipeline).enter(event)
             case StepEnded():
                 return self._step(event)
-            case MoveMade():
-                if event.move not in ROUTINE_MOVES:
-                    self.moves.append(event)
+            case MoveMade() | MoveEnded():
+                self._move(event)
             case CheckpointSaved():
                 self._pipeline(event.pipeline).checkpoints.append((event.step, event.path))
             case Note():
@@ -253,9 +146,7 @@ class RunView:
             case Rollback():
                 return self._rollback(event)
             case WorkerLost():
-                worker = self._worker(event.worker)
-                worker.lost += 1
-                worker.work = "lost"
+                self._worker(event.worker).lose()
                 return [Note(t=event.t, level="warning", message=f"worker {event.worker} is lost: {event.reason}")]
         return []
 
@@ -283,17 +174,12 @@ class RunView:
         self.now = event.t
         self.starts += 1
         for index in range(event.workers):
-            worker = self._worker(index)
-            worker.work, worker.reported = "", -math.inf
-            worker._spans.clear()
+            self._worker(index).restart()
         for name in event.pipelines:
-            pipeline = self._pipeline(name)
-            pipeline._decoded.clear()
-            pipeline._decoded_since, pipeline._decoded_until = math.inf, 0.0
-            if pipeline.status != "finished":
-                pipeline.status, pipeline.error, pipeline.stage = "waiting", None, None
+            self._pipeline(name).restart()
 
     def _rollback(self, event: Rollback) -> list[Note]:
+        self._open_moves.forget(event.pipeline)
         pipeline = self._pipeline(event.pipeline)
         again = pipeline.step - event.step
         pipeline.continue_after(event.step)
@@ -303,11 +189,8 @@ class RunView:
         return [Note(t=event.t, level=level, pipeline=event.pipeline, message=message)]
 
     def _pipeline_started(self, event: PipelineStarted) -> None:
-        pipeline = self._pipeline(event.pipeline)
-        pipeline.continue_after(event.step)
-        pipeline.status, pipeline.error = "running", None
-        pipeline.steps, pipeline.model, pipeline.task = event.steps, event.model, event.task
-        pipeline.parameters = event.parameters
+        self._open_moves.forget(event.pipeline)
+        self._pipeline(event.pipeline).start(event)
 
     def _pipeline_ended(self, event: PipelineEnded) -> list[Note]:
         pipeline = self._pipeline(event.pipeline)
@@ -317,82 +200,32 @@ class RunView:
             return []
         return [Note(t=event.t, level="error", pipeline=event.pipeline, message=event.error)]
 
-    def _stage(self, event: StageEntered) -> None:
-        pipeline = self._pipeline(event.pipeline)
-        pipeline.stage = event.stage
-        pipeline.current = event.step + (event.stage in STEP_STAGES)
-        if event.stage == "rollout":
-            pipeline.samples_done = 0
-            pipeline._live.clear()
-
     def _sequence(self, event: SequenceEnded) -> None:
         pipeline = self._pipeline(event.pipeline)
         if event.step >= pipeline.step:
             pipeline.samples_done += 1
 
+    def _move(self, event: MoveMade | MoveEnded) -> None:
+        if event.move in ROUTINE_MOVES:
+            return
+        move = self._open_moves.made(event) if isinstance(event, MoveMade) else self._open_moves.ended(event)
+        if isinstance(event, MoveMade) or move.made is None:
+            self.moves.append(move)
+        if isinstance(event, MoveEnded) or event.move not in LAYOUT_MOVES:
+            self._pipeline(event.pipeline).moved(move)
+        self.latest_move = move
+
     def _span(self, event: Span) -> None:
-        worker = self._worker(event.worker)
-        worker.busy_s += event.busy_s
-        worker.reported = max(worker.reported, event.end)
-        batch = f" b={event.batch:.0f}" if event.substage == "decode" else ""
-        worker.work = f"{event.pipeline} {event.substage}{batch}"
-        worker._spans.append((event.start, event.end, event.busy_s))
-        _prune(worker._spans, event.end)
+        self._worker(event.worker).ran(event)
         if event.substage == "decode":
-            pipeline = self._pipeline(event.pipeline)
-            pipeline._decoded.append((event.start, event.end, event.tokens))
-            pipeline._decoded_since = min(pipeline._decoded_since, event.start)
-            pipeline._decoded_until = max(pipeline._decoded_until, event.end)
-            _prune(pipeline._decoded, pipeline._decoded_until)
+            self._pipeline(event.pipeline).decoded(event)
 
     def _progress(self, event: Progress) -> None:
-        worker = self._worker(event.worker)
-        worker.reported = max(worker.reported, event.t)
-        batch = f" b={event.running}" if event.substage == "decode" else ""
-        worker.work = f"{event.pipeline} {event.substage}{batch}"
-        self._pipeline(event.pipeline)._live[event.worker] = event.waiting + event.running
+        together = self._worker(event.worker).progress(event)
+        self._pipeline(event.pipeline).live_on(event.worker, (event.waiting + event.running) / together)
 
     def _step(self, event: StepEnded) -> list[Note]:
-        pipeline, metrics = self._pipeline(event.pipeline), event.metrics
-        pipeline.metrics = metrics
-        number = event.step + 1
-        pipeline.step = pipeline.current = number
-        pipeline.stage = None
-        reward, time_s, tokens = (metrics.get(k, math.nan) for k in ("reward_mean", "time_s", "tokens"))
-        pipeline.done[number] = StepRecord(reward, time_s, tokens)
-        sequences = metrics.get("sequences")
-        if sequences is not None and math.isfinite(sequences):
-            pipeline._per_step = round(sequences)
-        fresh = list(map(str, _new_spells(pipeline.spells, number, metrics)))
+        fresh = list(map(str, self._pipeline(event.pipeline).finish_step(event)))
         if not fresh:
             return []
         return [Note(t=event.t, level="warning", pipeline=event.pipeline, message="; ".join(fresh))]
-
-
-def _new_spells(spells: list[Spell], step: int, metrics: dict[str, float]) -> list[Spell]:
-    """Extend the spells that go on in this step (counted from 1), and append and return those that begin."""
-    fresh = []
-    for metric, value in metrics.items():
-        if math.isfinite(value):
-            continue
-        word = "NaN" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-        for spell in spells:
-            if spell.metric == metric and spell.word == word and spell.last == step - 1:
-                spell.last = step
-                break
-        else:
-            fresh.append(Spell(metric, word, step, step))
-    spells.extend(fresh)
-    return fresh
-
-
-def _overlap(start: float, end: float, since: float, until: float) -> float:
-    """The fraction of [start, end] that lies in [since, until]; a point counts fully when it lies inside."""
-    if end <= start:
-        return 1.0 if since <= start <= until else 0.0
-    return max(0.0, min(end, until) - max(start, since)) / (end - start)
-
-
-def _prune(spans: deque, until: float) -> None:
-    while spans and spans[0][1] < until - WINDOW_S:
-        spans.popleft()

@@ -15,14 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from longtail.core.events import Event
-from longtail.observe.live import PipelineView, RunView
+from longtail.observe.live import RunView
+from longtail.observe.moves import MoveTotals, account, add, count
 from longtail.observe.text import about, duration, number, percent, reward, short_path
+from longtail.observe.views import PipelineView
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSummary:
     """``reward_first`` and ``reward_last`` are means over the first and last 10 % of ``steps`` (at least one step);
-    None where there is none. ``nonfinite`` says which metrics were NaN or infinite, and when."""
+    None where there is none. ``moves`` are sums by kind. ``nonfinite`` says which metrics were NaN or infinite, and
+    when."""
 
     name: str
     status: str
@@ -34,6 +37,7 @@ class PipelineSummary:
     step_time_s: float | None
     tokens_per_s: float | None
     checkpoint: str | None
+    moves: dict[str, MoveTotals]
     nonfinite: tuple[str, ...]
 
 
@@ -51,6 +55,15 @@ class RunSummary:
     @property
     def idle_mean(self) -> float | None:
         return sum(self.idle.values()) / len(self.idle) if self.idle else None
+
+    @property
+    def moves(self) -> dict[str, MoveTotals]:
+        """Of all pipelines, by kind."""
+        totals: dict[str, MoveTotals] = {}
+        for pipeline in self.pipelines:
+            for kind, more in pipeline.moves.items():
+                add(totals, kind, more)
+        return totals
 
 
 def summarise(events: Iterable[Event] | RunView) -> RunSummary:
@@ -87,6 +100,7 @@ def _pipeline(p: PipelineView) -> PipelineSummary:
         step_time_s=_mean([r.time_s for r in timed]),
         tokens_per_s=sum(r.tokens for r in counted) / time_s if time_s else None,
         checkpoint=p.checkpoint,
+        moves=p.moves,
         nonfinite=tuple(map(str, p.spells)),
     )
 
@@ -97,11 +111,15 @@ def _mean(values: list[float]) -> float | None:
 
 
 def render(summary: RunSummary) -> RenderableType:
-    """For a rich console: the table, a line on the workers, a line per failed pipeline and per non-finite metric."""
+    """For a rich console: the table, a line on the workers and on each kind of move whose outcome is known, a line per
+    failed pipeline and per non-finite metric."""
+    moved = any(count(p.moves) for p in summary.pipelines)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("pipeline", overflow="fold")
     for name in ("steps", "reward", "step time", "tok/s"):
         table.add_column(name, justify="right", no_wrap=True)
+    if moved:
+        table.add_column("moves", overflow="fold")
     table.add_column("checkpoint", overflow="fold")
     for p in summary.pipelines:
         table.add_row(
@@ -110,9 +128,11 @@ def render(summary: RunSummary) -> RenderableType:
             f"{reward(p.reward_first)} → {reward(p.reward_last)}",
             duration(p.step_time_s),
             number(p.tokens_per_s),
+            *([count(p.moves) or "-"] if moved else []),
             Text(short_path(p.checkpoint) if p.checkpoint else "-"),
         )
     lines: list[RenderableType] = [table, _workers_line(summary)]
+    lines.extend(Text(f"{kind}: {known}") for kind, total in summary.moves.items() if (known := account(total)))
     for p in summary.pipelines:
         if p.error is not None:
             lines.append(Text(f"{p.name} {p.status}: {about(p.name, p.error)}", style="red"))

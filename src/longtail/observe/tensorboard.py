@@ -1,9 +1,10 @@
 """TensorBoard files, written without torch: one TensorBoard run per pipeline, and one for the workers.
 
 ``folder/PIPELINE`` holds every metric of :class:`StepEnded` under its own name, and the histogram ``length`` of the
-step's response lengths, against the number of steps done. ``folder/_workers`` holds ``w0/utilisation`` and so on
-against seconds since the first start. Pipelines are separate runs because a restart marker makes void all later
-steps of its whole run: that is how TensorBoard forgets the steps after a rollback.
+step's response lengths, against the number of steps done; and where the layout changed in a step, ``widen/count``,
+``widen/net_gain_s``, ``widen/cost_s`` and what was predicted of both (``narrow`` likewise). ``folder/_workers`` holds
+``w0/utilisation`` and so on against seconds since the first start. Pipelines are separate runs because a restart
+marker makes void all later steps of its whole run: that is how TensorBoard forgets the steps after a rollback.
 """
 
 from __future__ import annotations
@@ -20,8 +21,19 @@ import numpy as np
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from longtail.core.events import Event, PipelineStarted, Rollback, RunStarted, SequenceEnded, Span, StepEnded
+from longtail.core.events import (
+    Event,
+    MoveEnded,
+    MoveMade,
+    PipelineStarted,
+    Rollback,
+    RunStarted,
+    SequenceEnded,
+    Span,
+    StepEnded,
+)
 from longtail.observe.appendfile import AppendFile
+from longtail.observe.moves import MoveTotals, OpenMoves, add
 from longtail.observe.store import warn_on_stderr
 
 WORKERS_RUN = "_workers"  # no pipeline can have this name
@@ -39,6 +51,8 @@ class TensorBoardSink:
         self._warn = warn
         self._files: dict[str, _EventFile] = {}
         self._lengths: dict[str, list[int]] = {}
+        self._open_moves = OpenMoves()
+        self._moves: dict[str, dict[str, MoveTotals]] = {}
         self._busy_s: dict[int, float] = {}
         self._origin: int | None = None
         self._workers_since: float | None = None
@@ -51,8 +65,15 @@ class TensorBoardSink:
                 self._step(event)
             case SequenceEnded():
                 self._lengths.setdefault(event.pipeline, []).append(event.tokens)
+            case MoveMade():
+                self._open_moves.made(event)
+            case MoveEnded():
+                total = MoveTotals.of(self._open_moves.ended(event))
+                add(self._moves.setdefault(event.pipeline, {}), event.move, total)
             case PipelineStarted() | Rollback():
                 self._lengths.pop(event.pipeline, None)
+                self._moves.pop(event.pipeline, None)
+                self._open_moves.forget(event.pipeline)
                 restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 self._add(event.pipeline, event_pb2.Event(wall_time=event.t, step=event.step + 1, session_log=restart))
             case RunStarted():
@@ -72,7 +93,8 @@ class TensorBoardSink:
             self._lost = 0
 
     def _step(self, event: StepEnded) -> None:
-        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in event.metrics.items()]
+        metrics = event.metrics | _move_metrics(self._moves.pop(event.pipeline, {}))
+        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
         if lengths := self._lengths.pop(event.pipeline, None):
             values.append(summary_pb2.Summary.Value(tag="length", histo=_histogram(np.array(lengths))))
         summary = summary_pb2.Summary(value=values)
@@ -112,7 +134,9 @@ class _EventFile:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
+        # TensorBoard reads files in the order of their names: that of two of one second is the order of their numbers.
+        number = f"{next(_file_numbers):06d}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
         self._file = AppendFile(folder / name)
         self._record = bytearray()
         self._writer = RecordWriter(self)
@@ -129,6 +153,18 @@ class _EventFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _move_metrics(moves: dict[str, MoveTotals]) -> dict[str, float]:
+    """What is known of the moves of a step, summed by kind."""
+    metrics: dict[str, float] = {}
+    for kind, total in moves.items():
+        metrics |= {f"{kind}/count": total.count, f"{kind}/cost_s": total.cost_s}
+        if total.priced:
+            metrics[f"{kind}/predicted_cost_s"] = total.predicted_cost_s
+        if total.judged:
+            metrics |= {f"{kind}/net_gain_s": total.net_s, f"{kind}/predicted_net_gain_s": total.predicted_net_s}
+    return metrics
 
 
 def _histogram(values_N: np.ndarray) -> summary_pb2.HistogramProto:

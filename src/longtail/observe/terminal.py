@@ -1,4 +1,4 @@
-"""The live display: one line per pipeline, a cell per worker, the last moves and notes.
+"""The live display: one line per pipeline, a cell per worker or tensor-parallel group, the last moves and notes.
 
 The display refreshes itself four times a second whatever the event rate; :meth:`TerminalSink.write` only folds the
 event into the view. Warnings and errors are also printed above the display, where they stay.
@@ -17,10 +17,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from longtail.core.events import Event, MoveMade, Note, RunEnded, Sink
-from longtail.observe.live import PipelineView, RunView
-from longtail.observe.plain import PlainSink, describe_move, describe_note
+from longtail.core.events import Event, Note, RunEnded, Sink
+from longtail.observe.live import RunView
+from longtail.observe.moves import describe
+from longtail.observe.plain import PlainSink, describe_note
 from longtail.observe.text import about, duration, number, one_line, percent, reward, sparkline
+from longtail.observe.views import PipelineView
 
 REFRESH_HZ = 4
 NAME_WIDTH = 16
@@ -151,8 +153,9 @@ def _stage(p: PipelineView) -> str:
 
 def _workers(view: RunView, width: int, now: float) -> list[Text]:
     cells = []
-    for index in sorted(view.workers):
-        cells.append(f"w{index} {percent(view.utilisation(index, now)):>5}  {view.work(index, now)}".rstrip())
+    for group in view.groups(now):
+        busy = percent(_mean([view.utilisation(index, now) for index in group]))
+        cells.append(f"{_names(group)} {busy:>5}  {view.work(group[0], now)}".rstrip())
     if not cells:
         return []
     cell_width = min(max(map(len, cells)), 34) + 3
@@ -163,14 +166,25 @@ def _workers(view: RunView, width: int, now: float) -> list[Text]:
         row = shown[i : i + per_line]
         lines.append(_line("".join(f"{cell[: cell_width - 3]:<{cell_width}}" for cell in row).rstrip(), "blue"))
     if hidden := cells[len(shown) :]:
-        shares = [view.utilisation(index, now) or 0.0 for index in sorted(view.workers)]
-        lines.append(_line(f"and {len(hidden)} more; all workers {percent(sum(shares) / len(shares))}", "blue"))
+        everyone = percent(_mean([view.utilisation(index, now) or 0.0 for index in view.workers]))
+        lines.append(_line(f"and {len(hidden)} more; all workers {everyone}", "blue"))
     return lines
 
 
+def _mean(shares: list[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _names(group: tuple[int, ...]) -> str:
+    """``w0``, ``w0+w1``, ``w0-w7``."""
+    names = [f"w{index}" for index in group]
+    return "+".join(names) if len(names) <= 2 else f"{names[0]}-{names[-1]}"
+
+
 def _last_moves(view: RunView, most: int = 2) -> list[Text]:
-    moves: list[MoveMade] = list(view.moves)[-most:]
-    return [_labelled("moves" if i == 0 else "", describe_move(move)) for i, move in enumerate(moves)]
+    moves = list(view.moves)[-most:]
+    return [_labelled("moves" if i == 0 else "", describe(move)) for i, move in enumerate(moves)]
 
 
 def _last_notes(view: RunView, most: int = 2) -> list[Text]:

@@ -66,6 +66,25 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def brief(seconds: float) -> str:
+    """As :func:`duration`, for what may take milliseconds: ``3.1 ms``, ``0.02 s``."""
+    return f"{1000 * seconds:.1f} ms" if 0 < abs(seconds) < 0.00995 else duration(seconds)
+
+
+def signed(seconds: float) -> str:
+    """A gain or a loss: ``+1.8 s``, ``-3.1 ms``."""
+    return ("-" if seconds < 0 else "+") + brief(abs(seconds))
+
+
+def size(count: float) -> str:
+    """Bytes: ``512 B``, ``1.2 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1023.95 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
+
+
 def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.0f} %"
 

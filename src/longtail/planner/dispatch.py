@@ -42,6 +42,11 @@ class Dispatch:
         own = [self._take(worker, steals=False) for worker in range(len(self._queues))]
         return [mine + self._take(worker, steals=True) for worker, mine in enumerate(own)]
 
+    @property
+    def empty(self) -> bool:
+        """Whether every request has been handed out."""
+        return not any(self._queues)
+
     def ended(self, worker: int) -> list[int]:
         """A sample of ``worker`` has ended: what it gets next."""
         self._held[worker] -= 1

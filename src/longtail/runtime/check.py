@@ -72,7 +72,17 @@ def _check_workers(findings: Findings, machine: Machine) -> int:
             findings.problem(f"this machine has {has}, and each worker needs one", "workers", value=workers)
     else:
         _check_cores(findings, machine, workers, jobs.threads_per_worker)
+    _check_communicator(findings, machine)
     return workers
+
+
+def _check_communicator(findings: Findings, machine: Machine) -> None:
+    """What carries activations between workers, against what they run on."""
+    kind = findings.job_file.jobs.communicator
+    if machine.gpus and kind in ("shm", "gloo"):
+        findings.problem("workers run on GPUs here, which need nccl (or auto)", "communicator", value=kind)
+    if not machine.gpus and kind == "nccl":
+        findings.problem("workers run on the CPU here, which needs shm or gloo (or auto)", "communicator", value=kind)
 
 
 def _check_cores(findings: Findings, machine: Machine, workers: int, threads: int) -> None:

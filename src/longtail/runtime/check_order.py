@@ -1,4 +1,5 @@
-"""Start-up checks of how a pipeline orders its prompts: the ranker loads, and forced lengths are there and possible."""
+"""Start-up checks of how a rollout is placed: the ranker loads, forced lengths are there and possible, and the model
+can be split as asked."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from longtail.core.config import Rollout
 from longtail.core.errors import DataError
+from longtail.engine.config import ModelConfig
 from longtail.rl.tasks import Task
 from longtail.runtime.plan import Ranks
 from longtail.runtime.prompts import SAMPLE, row_name
@@ -20,6 +22,23 @@ def why_not_oracle(rollout: Rollout) -> str | None:
         "the true lengths are known only in fixed-length mode; name the column of the task's data that holds them in"
         " forced_lengths, or use ranked"
     )
+
+
+def why_not_tp(rollout: Rollout, model: ModelConfig, workers: int) -> str | None:
+    """What is wrong with ``tp`` for this model on so many workers; None if nothing is."""
+    tp = rollout.tp
+    if isinstance(tp, int) and tp > model.kv_heads:
+        can = "1" if model.kv_heads == 1 else f"1 to {model.kv_heads}"
+        heads = f"{model.kv_heads} KV head{'s' * (model.kv_heads > 1)}"
+        return f"the model has {heads}, and each worker of a group needs one, so tp can be {can} (or auto)"
+    if isinstance(tp, int) and tp > workers:
+        return f"there are only {workers} workers, so tp can be 1 to {workers} (or auto)"
+    if tp == "oracle" and rollout.forced_lengths is None:
+        return (
+            "the true lengths are known only in fixed-length mode; name the column of the task's data that holds them"
+            " in forced_lengths, or use auto"
+        )
+    return None
 
 
 def check_forced_lengths(task: Task, column: str, max_tokens: int) -> None:

@@ -14,7 +14,7 @@ from longtail.engine.models import resolve_model
 from longtail.engine.tokenizer import Tokenizer
 from longtail.rl.rewards import check_columns, load_reward
 from longtail.rl.tasks import Task, load_task
-from longtail.runtime.check_order import check_forced_lengths, load_ranker, why_not_oracle
+from longtail.runtime.check_order import check_forced_lengths, load_ranker, why_not_oracle, why_not_tp
 from longtail.runtime.jobfile import JobFile
 from longtail.runtime.memory import BLOCK_TOKENS, GIB, Footprint, Shape, block_bytes, footprint
 from longtail.runtime.plan import Ranks
@@ -105,6 +105,9 @@ class _PipelineCheck:
         if model is None or task is None or len(self.findings.problems) > before:
             return None
         folder, config, tokenizer = model
+        if text := why_not_tp(self.pipeline.rollout, config, workers):
+            self._problem(text, "rollout", "tp", value=self.pipeline.rollout.tp)
+            return None
         chat = self.pipeline.rollout.chat
         fitting = self._prompts(config, partial(tokenizer.encode_prompt, chat=chat), task)
         if fitting is None:

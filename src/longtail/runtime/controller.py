@@ -19,16 +19,18 @@ from longtail.cluster.messages import (
     Lost,
     PipelineFailed,
     PipelineReport,
+    Profiled,
     Report,
     Stop,
     Stopped,
+    Switched,
     Updated,
 )
 from longtail.cluster.protocol import Cluster
 from longtail.core.clock import Clock
 from longtail.core.errors import CapacityError, LongtailError, PeerLost
 from longtail.core.events import Event, Note, Sink, Span, WorkerLost
-from longtail.runtime.leases import LeaseBook
+from longtail.runtime.leases import LeaseBook, Leases
 from longtail.runtime.pipeline import PipelineDriver
 from longtail.runtime.plan import PipelinePlan, Rewards
 
@@ -61,7 +63,6 @@ class Controller:
         self._losses = 0
         self._progressed: set[str] = set()
         self._interrupted = False
-        everyone = tuple(range(cluster.workers))
         self.drivers = {
             plan.name: PipelineDriver(
                 plan,
@@ -69,7 +70,7 @@ class Controller:
                 rewards=rewards,
                 send=lambda worker, command: cluster.send(worker, [command]),
                 emit=self._emit,
-                ask_lease=lambda name: self._leases.ask(name, everyone),
+                leases=Leases(self._leases, plan.name, contended=partial(self._contended, plan.name)),
                 wake=cluster.wake,
                 clock=clock,
             )
@@ -117,17 +118,26 @@ class Controller:
                 for event in report.events:
                     self._sink.write(event)
                     if isinstance(event, Span) and event.pipeline in self.drivers:
-                        self.drivers[event.pipeline].order.observe(event)
+                        self.drivers[event.pipeline].observe(event)
             case LeaseBroken():
-                if report.attempt == self.drivers[report.pipeline].attempt:  # else an earlier recovery has seen to it
+                driver = self.drivers[report.pipeline]
+                if report.attempt == driver.attempt and not driver.over:  # else an earlier recovery has seen to it
                     self._broken_since = self._broken_since or self._clock.monotonic()
             case PipelineReport():
-                if isinstance(report, Updated | PipelineFailed):
+                if isinstance(report, PipelineFailed):
                     self._leases.member_done(report.pipeline, report.worker)
+                elif isinstance(report, Updated | Profiled) or (
+                    isinstance(report, Switched) and all(len(group) == 1 for group in report.groups)
+                ):
+                    self._leases.member_done(report.pipeline, report.worker, report.lease_id)
                 if isinstance(report, Updated):
                     self._progressed.add(report.pipeline)
                 driver = self.drivers[report.pipeline]
                 self._guarded(driver, partial(driver.handle, report))
+
+    def _contended(self, pipeline: str) -> bool:
+        """Whether another pipeline has, or is about to have, work for the workers."""
+        return any(d.name != pipeline and d.stage not in ("new", "score") for d in self._live())
 
     def _guarded(self, driver: PipelineDriver, work: Callable[[], None]) -> None:
         """Run ``work`` of one pipeline; an error in it (say, a task that cannot make its next prompt) ends that one."""

@@ -87,7 +87,7 @@ def _problem(document: Document, path: Path_, error: Any) -> Problem:
     if isinstance(context.get("key"), tuple):
         path = (*path, *context["key"])
         text = f"{error['msg']}."
-    elif kind == "value_error":
+    elif kind == "value_error" and not ((key := schema.find(path)) and key.words):
         text = f"{context['error']}."
         if error["loc"][-1] == "[key]":
             return Problem(document.line(path), f"{dotted(path)}: {text}")
@@ -102,6 +102,8 @@ def _allowed(document: Document, path: Path_, error: Any) -> str:
     key = schema.find(path)
     if key is None:
         return f"{error['msg'][:1].lower()}{error['msg'][1:]}."
+    if key.words and value is not None:
+        return _no_such_word(document, path, key, value)
     if kind == "finite_number":
         return "must be a finite number."
     if kind == "literal_error" and value is not None:
@@ -119,6 +121,20 @@ def _allowed(document: Document, path: Path_, error: Any) -> str:
         return f"must be {noun}, not {_kind(value)}.{_advice(document, path, (noun,), value)}"
     not_what = "" if isinstance(value, float) or kind in ("too_long", "missing") else f", not {_kind(value)}"
     return f"must be {key.allowed}{not_what}.{_advice(document, path, key.nouns, value)}"
+
+
+def _no_such_word(document: Document, path: Path_, key: schema.Key, value: Any) -> str:
+    """ "must be ..." where a number or one of some words may stand, and ``value`` is neither."""
+    text = f"must be {key.allowed}"
+    if isinstance(value, bool | list | dict):
+        return f"{text}, not {_kind(value)}."
+    if not isinstance(value, str):
+        return f"{text}.{_advice(document, path, key.nouns, value)}"
+    for word, hint in key.words:
+        if hint and value.lower().startswith(word.partition(":")[0]):
+            return f"{text}. {hint}"
+    close = difflib.get_close_matches(value.lower(), [word.text for word in key.words], n=1)
+    return f"{text}; did you mean '{close[0]}'?" if close else f"{text}.{_advice(document, path, key.nouns, value)}"
 
 
 def _advice(document: Document, path: Path_, nouns: tuple[str, ...], value: Any) -> str:

@@ -24,6 +24,7 @@ from longtail.lengths.messages import prompt_text
 from longtail.lengths.remaining import Remaining
 from longtail.planner.order import Work
 from longtail.rl.tasks import Example
+from longtail.runtime.live import BelievedLengths
 from longtail.runtime.plan import Ranks
 
 MOST_SCORES = 1_000_000
@@ -108,6 +109,11 @@ class Forecaster:
                 belief, self._beliefs.params.within_at(belief.mean), samples=group_size, draws=draws, rng=rng
             ),
         )
+
+    def follow(self, forecast: Forecast, *, group_size: int, step: int) -> BelievedLengths:
+        """What is believed of the step's samples while they run; nothing of it is learnt here."""
+        seed = derive_seed(self._seed, "follow", step)
+        return BelievedLengths(self._beliefs.fork(), forecast.keys, forecast.quantiles, group_size, seed=seed)
 
     def learn(self, forecast: Forecast, lengths: np.ndarray, censored: np.ndarray) -> None:
         """A step is over: ``lengths`` and ``censored`` (cut off at the cap) [N, G] of the forecast's prompts."""

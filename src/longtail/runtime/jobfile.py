@@ -27,6 +27,7 @@ from longtail.runtime.yamlfile import FLOAT, NONFINITE, Document, Path_, Problem
 MAX_BYTES = 1 << 20
 EXPANDED = {
     ("runs_dir",),
+    ("costs",),
     ("pipelines", schema.ANY, "model"),
     ("pipelines", schema.ANY, "task"),
     ("pipelines", schema.ANY, "rollout", "ranker"),

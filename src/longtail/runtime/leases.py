@@ -1,13 +1,23 @@
-"""Which pipeline may use which workers for a quantum that needs all of them at once.
+"""Which pipeline may use which workers for what needs all of them at once.
 
 Invariants: a worker is in at most one lease; a lease is granted for all its workers or not at all; nobody
 overtakes an earlier request for any of the same workers. So no two collectives can wait for each other, and no
-request waits for ever.
+request waits for ever, as long as holders let go: updates and profiles end by themselves, a pipeline's switches when
+its rollout does, or earlier when somebody waits (:meth:`LeaseBook.waited_for`).
 """
 
 from __future__ import annotations
 
-from longtail.core.types import Lease
+from collections.abc import Callable
+from typing import NamedTuple
+
+from longtail.core.types import Lease, Purpose
+
+
+class _Asked(NamedTuple):
+    pipeline: str
+    workers: tuple[int, ...]
+    purpose: Purpose
 
 
 class LeaseBook:
@@ -15,46 +25,97 @@ class LeaseBook:
 
     def __init__(self) -> None:
         self._next_id = 0
-        self._asked: list[tuple[str, tuple[int, ...]]] = []
+        self._asked: list[_Asked] = []
         self._held: dict[int, Lease] = {}
         self._working: dict[int, set[int]] = {}
 
-    def ask(self, pipeline: str, workers: tuple[int, ...]) -> None:
-        """Queue a request; :meth:`grant` answers it."""
-        self._asked.append((pipeline, workers))
+    def ask(self, pipeline: str, workers: tuple[int, ...], purpose: Purpose = "update") -> None:
+        """Queue a request; :meth:`grant` answers it.
+
+        A pipeline that holds leases for switches of some of ``workers`` gets them anew as one lease, which has the
+        workers of all of them.
+        """
+        self._asked.append(_Asked(pipeline, workers, purpose))
 
     def grant(self) -> list[Lease]:
         """Every lease that can start now, in the order of asking."""
-        busy = {worker for lease in self._held.values() for worker in lease.workers}
+        holders = {worker: lease for lease in self._held.values() for worker in lease.workers}
+        spoken_for: set[int] = set()
         granted, waiting = [], []
-        for pipeline, workers in self._asked:
-            if busy.isdisjoint(workers):
-                lease = Lease(lease_id=self._next_id, pipeline=pipeline, workers=workers)
-                self._next_id += 1
-                self._held[lease.lease_id] = lease
-                self._working[lease.lease_id] = set(workers)
-                granted.append(lease)
+        for asked in self._asked:
+            own = {holders[w] for w in asked.workers if w in holders and self._extends(asked, holders[w])}
+            workers = tuple(sorted({*asked.workers, *(w for lease in own for w in lease.workers)}))
+            if spoken_for.isdisjoint(workers) and all(w not in holders or holders[w] in own for w in workers):
+                for lease in own:
+                    self.release(lease.lease_id)
+                granted.append(self._grant(asked, workers))
             else:
-                waiting.append((pipeline, workers))
-            busy.update(workers)
+                waiting.append(asked)
+            spoken_for.update(workers)
         self._asked = waiting
         return granted
 
-    def member_done(self, pipeline: str, worker: int) -> None:
-        """``worker`` has done (or given up) its part; the pipeline's lease ends with its last member."""
-        for lease_id, lease in list(self._held.items()):
-            if lease.pipeline == pipeline:
-                working = self._working[lease_id]
+    def waited_for(self, pipeline: str) -> bool:
+        """Whether others wait for workers that ``pipeline`` holds."""
+        held = {w for lease in self._held.values() if lease.pipeline == pipeline for w in lease.workers}
+        return any(asked.pipeline != pipeline and not held.isdisjoint(asked.workers) for asked in self._asked)
+
+    def member_done(self, pipeline: str, worker: int, lease_id: int | None = None) -> None:
+        """``worker`` has done (or given up) its part of a lease of ``pipeline`` (None: of all); the lease ends with its
+        last member."""
+        for held_id, lease in list(self._held.items()):
+            if lease.pipeline == pipeline and lease_id in (None, held_id):
+                working = self._working[held_id]
                 working.discard(worker)
                 if not working:
-                    self.release(lease_id)
+                    self.release(held_id)
 
     def release(self, lease_id: int) -> None:
         """End a lease at once, e.g. because nobody was told of it."""
         del self._held[lease_id], self._working[lease_id]
+
+    def withdraw(self, pipeline: str) -> None:
+        """Drop what ``pipeline`` has asked for."""
+        self._asked = [asked for asked in self._asked if asked.pipeline != pipeline]
+
+    def forget(self, pipeline: str) -> None:
+        """Drop what ``pipeline`` has asked for, and what it holds for switches: its groups are being dissolved."""
+        self.withdraw(pipeline)
+        for lease in list(self._held.values()):
+            if lease.pipeline == pipeline and lease.purpose == "switch":
+                self.release(lease.lease_id)
 
     def clear(self) -> None:
         """After a worker was lost, no lease is valid any more."""
         self._asked.clear()
         self._held.clear()
         self._working.clear()
+
+    def _grant(self, asked: _Asked, workers: tuple[int, ...]) -> Lease:
+        lease = Lease(lease_id=self._next_id, pipeline=asked.pipeline, workers=workers, purpose=asked.purpose)
+        self._next_id += 1
+        self._held[lease.lease_id] = lease
+        self._working[lease.lease_id] = set(workers)
+        return lease
+
+    @staticmethod
+    def _extends(asked: _Asked, lease: Lease) -> bool:
+        return asked.pipeline == lease.pipeline and asked.purpose == lease.purpose == "switch"
+
+
+class Leases:
+    """The lease book as pipeline ``name`` sees it; ``contended`` says whether others have work for the workers."""
+
+    def __init__(self, book: LeaseBook, name: str, *, contended: Callable[[], bool]) -> None:
+        self._book, self._name, self.contended = book, name, contended
+
+    def ask(self, workers: tuple[int, ...], purpose: Purpose) -> None:
+        self._book.ask(self._name, workers, purpose)
+
+    def withdraw(self) -> None:
+        """Nothing that was asked for is wanted any more."""
+        self._book.withdraw(self._name)
+
+    def forget(self) -> None:
+        """As :meth:`withdraw`; and groups that exist are being dissolved by other means."""
+        self._book.forget(self._name)

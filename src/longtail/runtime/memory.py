@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
 
 from longtail.core.config import Pipeline
 from longtail.core.errors import CapacityError
 from longtail.engine.config import ModelConfig
+from longtail.engine.shard import head_bounds
+from longtail.planner.tree import possible_degrees
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -82,14 +86,32 @@ def blocks_least(config: ModelConfig, pipeline: Pipeline, shape: Shape) -> int:
 
 
 def blocks_wanted(config: ModelConfig, pipeline: Pipeline, shape: Shape) -> int:
-    """Blocks with which no sequence of a step is ever preempted: all prompts longest, all samples full."""
+    """Blocks with which no sequence of a step is ever preempted: all prompts longest, all samples full.
+
+    In a tensor-parallel group of t workers, the one with the most KV heads holds those of t workers' sequences.
+    """
+    share = max(
+        Fraction(degree * max(last - first for first, last in head_bounds(config.kv_heads, degree)), config.kv_heads)
+        for degree in sampling_degrees(config, pipeline, shape.workers)
+    )
+    return max(ceil(share * _narrow_blocks_wanted(config, pipeline, shape)), blocks_least(config, pipeline, shape))
+
+
+def sampling_degrees(config: ModelConfig, pipeline: Pipeline, workers: int) -> tuple[int, ...]:
+    """The tensor-parallel degrees in which a pipeline may come to sample on so many workers."""
+    tp = pipeline.rollout.tp
+    most = min(workers, config.kv_heads)
+    return (1, min(tp, most)) if isinstance(tp, int) else possible_degrees(workers, most)
+
+
+def _narrow_blocks_wanted(config: ModelConfig, pipeline: Pipeline, shape: Shape) -> int:
     requests, samples = _requests(pipeline, shape.workers)
     running = min(requests * samples, pipeline.rollout.max_running)
     prompts = -(-running // samples)
     whole = shape.prompt_tokens // BLOCK_TOKENS
     own = _blocks(shape.prompt_tokens + pipeline.rollout.max_tokens) - whole
     # The prompt's last block is held once more until the last sample has its own copy of it.
-    return max(config.kv_heads * (prompts * (whole + 1) + running * own), blocks_least(config, pipeline, shape))
+    return config.kv_heads * (prompts * (whole + 1) + running * own)
 
 
 def admit(footprints: Mapping[str, Footprint], free_bytes: int | None, workers: int) -> dict[str, Footprint]:

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from longtail.core.events import Event, MoveMade, Note, Span
-from longtail.core.types import FinishReason, Request
-from longtail.costs.decode import UNMEASURED, DecodeFit
+from longtail.core.types import FinishReason, Layout, Request
+from longtail.costs.decode import UNMEASURED, DecodeCosts, DecodeFit
 from longtail.planner.dispatch import Dispatch
 from longtail.planner.order import Placement, Work, fifo, place
 from longtail.rl.tasks import Example
 from longtail.runtime.forecast import Forecast, Forecaster
+from longtail.runtime.live import KnownLengths, LiveLengths
 from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.step import StepBatch
 
@@ -31,13 +32,16 @@ MOST_TRACKED = 4096
 
 @dataclass
 class _Step:
-    """One step under way: how it was placed, and when each worker's last sample ended so far."""
+    """One step under way: what is expected of it, how it was placed over the groups led by ``leaders``, and when the
+    last sample of each leader ended so far."""
 
-    placement: Placement
-    dispatch: Dispatch
-    forecast: Forecast | None
-    predicted_s: float | None
     start: float
+    work: Work | None
+    forecast: Forecast | None
+    leaders: list[int] = field(default_factory=list)
+    placement: Placement | None = None
+    dispatch: Dispatch | None = None
+    predicted_s: float | None = None
     last: dict[int, float] = field(default_factory=dict)
 
 
@@ -50,11 +54,11 @@ class StepOrder:
         self._costs = DecodeFit()
         self._mode = plan.config.rollout.order
         self._forecaster: Forecaster | None = None
-        if self._mode == "ranked":
+        if self._mode == "ranked" or (workers > 1 and plan.config.rollout.tp == "auto"):
             self._forecaster = Forecaster(
                 max_tokens=plan.config.rollout.max_tokens,
                 seed=plan.config.seed,
-                ranker=plan.ranker,
+                ranker=plan.ranker if self._mode == "ranked" else None,
                 note=self._warn,
             )
         self._step: _Step | None = None
@@ -62,47 +66,83 @@ class StepOrder:
 
     # -- a step -----------------------------------------------------------------------------------------------
 
-    def begin(self, batch: StepBatch, requests: list[Request], *, now: float) -> list[list[Request]]:
-        """What each worker gets first; ``now`` is the controller's time in seconds."""
-        forecast = None
+    def begin(self, batch: StepBatch, requests: list[Request], *, now: float) -> Work | None:
+        """What the step's requests are expected to take (None: nothing is known); ``now`` is the controller's time in
+        seconds."""
+        forecast, work = None, None
         samples = np.array([r.samples for r in requests])
         prompt_tokens = np.array([len(r.prompt) for r in requests])
         if self._forecaster is not None:
             examples = [group.example for group in batch.groups]
             group_size = self._config.algorithm.group_size
             forecast = self._forecaster.forecast(examples, group_size=group_size, step=batch.step)
-            work = forecast.work(samples, prompt_tokens)
-        elif self._mode == "oracle":
+        if self._lengths_known:
             lengths = np.array([n for r in requests for n in r.forced_lengths or ()])
             work = Work.known(samples, prompt_tokens, lengths)
-        else:
-            work = None
-        slots, predicted_s = self._config.rollout.max_running, None
-        if work is None:
-            placement = fifo(len(requests), self._workers)
-        else:
-            slots = self._slots(work)
-            costs = self._costs.costs(self._workers)
-            placement = place(work, costs=costs or [UNMEASURED] * self._workers, slots=slots)
-            predicted_s = placement.makespan_s if costs else None
-            self._tell(batch, placement, forecast, measured=costs is not None)
-        dispatch = Dispatch(placement, samples=samples.tolist(), slots=slots)
+        elif forecast is not None:
+            work = forecast.work(samples, prompt_tokens)
         self._requests = requests
-        self._step = _Step(placement, dispatch, forecast, predicted_s, start=now)
-        return [[requests[r] for r in queue] for queue in dispatch.start()]
+        self._step = _Step(start=now, work=work, forecast=forecast)
+        return work
+
+    def live(self, batch: StepBatch) -> LiveLengths | None:
+        """How long the step's samples will still run, while they do; None if nothing is known."""
+        step = self._step
+        assert step is not None
+        if self._config.rollout.tp == "oracle":
+            return KnownLengths(np.array([n for group in batch.groups for n in group.forced_lengths or ()]))
+        if self._forecaster is None or step.forecast is None:
+            return None
+        group_size = self._config.algorithm.group_size
+        return self._forecaster.follow(step.forecast, group_size=group_size, step=batch.step)
+
+    def dispatch(
+        self, batch: StepBatch, layout: Layout, costs: Sequence[DecodeCosts] | None = None
+    ) -> list[tuple[int, list[Request]]]:
+        """(worker, what it gets first) for the leader of every group of ``layout``.
+
+        ``costs`` are those of the groups, where they are known; of single workers they are learnt here.
+        """
+        step = self._step
+        assert step is not None
+        step.leaders = [group[0] for group in layout.groups]
+        count = len(step.leaders)
+        measured = costs or (self._costs.costs(count) if layout.degree == 1 else None)
+        samples = np.array([r.samples for r in self._requests])
+        slots = self._config.rollout.max_running
+        if self._mode == "fifo" or step.work is None:
+            step.placement = fifo(len(self._requests), count)
+        else:
+            slots = self._slots(step.work)
+            step.placement = place(step.work, costs=measured or [UNMEASURED] * count, slots=slots)
+            step.predicted_s = step.placement.makespan_s if measured else None
+            believed = None if self._lengths_known else step.forecast
+            self._tell(batch, step.placement, believed, measured=measured is not None)
+        step.dispatch = Dispatch(step.placement, samples=samples.tolist(), slots=slots)
+        return [(w, [self._requests[r] for r in q]) for w, q in zip(step.leaders, step.dispatch.start(), strict=True)]
 
     def ended(self, worker: int, *, now: float) -> list[Request]:
-        """A sample of ``worker`` has ended: what that worker gets next."""
-        assert self._step is not None
-        self._step.last[worker] = now
-        return [self._requests[r] for r in self._step.dispatch.ended(worker)]
+        """A sample of the group led by ``worker`` has ended: what it gets next."""
+        step = self._step
+        assert step is not None
+        assert step.dispatch is not None
+        step.last[worker] = now
+        if worker not in step.leaders:  # of a layout that came later, when all requests had been dispatched
+            return []
+        return [self._requests[r] for r in step.dispatch.ended(step.leaders.index(worker))]
 
-    def finish(self, batch: StepBatch) -> dict[str, float]:
-        """The step is over: learn from it. Returns its metrics (see docs/metrics)."""
+    @property
+    def all_dispatched(self) -> bool:
+        """Whether every request of the step is with a worker."""
+        return self._step is not None and self._step.dispatch is not None and self._step.dispatch.empty
+
+    def finish(self, batch: StepBatch, layout: Layout) -> dict[str, float]:
+        """The step is over, in ``layout``: learn from it. Returns its metrics (see docs/metrics)."""
         step, self._step, self._requests = self._step, None, []
         assert step is not None
-        waits = [max(step.last.values()) - step.last.get(w, step.start) for w in range(self._workers)]
-        metrics = {"rollout_idle_s": sum(waits) / len(waits)}
+        end = max(step.last.values())
+        waits = [(end - step.last.get(group[0], step.start)) * len(group) for group in layout.groups]
+        metrics = {"rollout_idle_s": sum(waits) / self._workers}
         if step.predicted_s is not None:
             metrics["rollout_predicted_s"] = step.predicted_s
         if step.forecast is not None and self._forecaster is not None:
@@ -120,6 +160,11 @@ class StepOrder:
         self._step, self._requests = None, []
 
     # -- knowledge --------------------------------------------------------------------------------------------
+
+    @property
+    def _lengths_known(self) -> bool:
+        """Whether decisions may use the lengths that responses will have."""
+        return "oracle" in (self._mode, self._config.rollout.tp)
 
     @property
     def ranks(self) -> bool:

@@ -1,7 +1,8 @@
 """One pipeline as the controller sees it: a state machine that turns reports into commands.
 
-A step is rollout -> score -> train -> update; scoring overlaps the rollout, group by group. Nothing here blocks:
-rewards come back through futures, everything else through worker reports.
+A step is rollout -> score -> train -> update; scoring overlaps the rollout, group by group. In which layout the rollout
+is sampled is seen to by ``runtime/widen.py``. Nothing here blocks: rewards come back through futures, everything else
+through worker reports.
 
 Invariants: a step's samples are all drawn with the weights of that step (the update is the only thing that
 changes weights, and it is sent only after every sample of the step has ended). Reports of an earlier attempt are
@@ -16,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from longtail.cluster.messages import (
+    Alive,
     ClosePipeline,
     Command,
     DropWork,
@@ -24,10 +26,13 @@ from longtail.cluster.messages import (
     OpenPipeline,
     PipelineFailed,
     PipelineReport,
+    Profile,
+    Profiled,
     Sampled,
     Save,
     Saved,
     SaveFailed,
+    Switched,
     TrainBatches,
     Trained,
     Update,
@@ -43,24 +48,26 @@ from longtail.core.events import (
     PipelineStarted,
     Rollback,
     SequenceEnded,
+    Span,
     StageEntered,
     StepEnded,
 )
-from longtail.core.types import Lease, Request
+from longtail.core.types import FinishReason, Lease, Request
 from longtail.rl.packing import plan_micro_batches, with_signal
 from longtail.rl.trainer import MicroStats, UpdateStats
+from longtail.runtime.leases import Leases
 from longtail.runtime.metrics import StepClock, learning_metrics
 from longtail.runtime.order import StepOrder
 from longtail.runtime.plan import PipelinePlan, Rewards
 from longtail.runtime.saver import Saver
 from longtail.runtime.step import Group, StepBatch, StepSource, totals
+from longtail.runtime.widen import StepWiden
 
 
 class PipelineDriver:
     """Drives one pipeline over ``workers`` workers.
 
-    ``send(worker, command)``, ``emit(event)``, ``ask_lease(name)`` and ``wake()`` are the controller's, who also tells
-    ``order`` of the spans of this pipeline's work.
+    ``send(worker, command)``, ``emit(event)``, ``leases`` and ``wake()`` are the controller's.
     """
 
     def __init__(
@@ -71,7 +78,7 @@ class PipelineDriver:
         rewards: Rewards,
         send: Callable[[int, Command], None],
         emit: Callable[[Event], None],
-        ask_lease: Callable[[str], None],
+        leases: Leases,
         wake: Callable[[], None],
         clock: Clock = time,
     ) -> None:
@@ -81,10 +88,11 @@ class PipelineDriver:
         self.attempt = self._opened_as = 0
         self.error: str | None = None
         self.saver = Saver(plan.folder, workers=workers, keep=plan.config.checkpoint.keep, clock=clock)
-        self._rewards, self._send, self._emit, self._ask_lease, self._wake = rewards, send, emit, ask_lease, wake
+        self._rewards, self._send, self._emit, self._leases, self._wake = rewards, send, emit, leases, wake
         self._source = StepSource(plan)
         self.order = StepOrder(plan, workers=workers, emit=emit)
-        self._order_saved: dict[str, Any] = {}
+        self.widen = StepWiden(plan, workers=workers, send=send, emit=emit, leases=leases, clock=clock)
+        self._learnt: dict[str, Any] = {}
         self._batch: StepBatch | None = None
         self._futures: dict[Future, Group] = {}
         self._waiting_for: set[int] = set()
@@ -121,6 +129,7 @@ class PipelineDriver:
         self._abandon_work()
         self.step = found.step
         self.order.load_state_dict(found.state.get("order"))
+        self.widen.load_state_dict(found.state.get("widen"))
         if self._ending == "finished":  # the last checkpoint was not to be; its steps are made again
             self._ending = None
         if found.path or reason:
@@ -173,6 +182,7 @@ class PipelineDriver:
         self._futures.clear()
         self._waiting_for.clear()
         self.order.abandon()
+        self.widen.abandon()
         self._batch = None
         self._iteration = 0
 
@@ -189,6 +199,14 @@ class PipelineDriver:
         match report:
             case Opened():
                 self._arrived(report.worker, lambda: self._opened(report.parameters))
+            case Profiled():
+                self.widen.profiled(report)
+                self._arrived(report.worker, self._begin_step)
+            case Alive():
+                if self.stage == "rollout" and report.step == self.step:
+                    self.widen.alive(report, dispatched=self.order.all_dispatched)
+            case Switched():
+                self.widen.switched(report)
             case Sampled():
                 self._sampled(report)
             case Trained():
@@ -217,8 +235,17 @@ class PipelineDriver:
         self._announce(parameters)
         if self._ending:
             self._end(self._ending)
+        elif self.widen.wants_profile:
+            self._enter("profile")
+            self._waiting_for = set(range(self.workers))
+            self._leases.ask(tuple(range(self.workers)), "profile")
         else:
             self._begin_step()
+
+    def observe(self, span: Span) -> None:
+        """A span of this pipeline's work: what it took."""
+        self.order.observe(span)
+        self.widen.observe(span)
 
     def _announce(self, parameters: int) -> None:
         config = self.plan.config
@@ -241,10 +268,17 @@ class PipelineDriver:
         self._enter("rollout")
         self._batch = self._source.batch(self.step)
         requests = self._batch.requests(self.plan.config, self._source.params, self.workers)
-        for worker, first in enumerate(self.order.begin(self._batch, requests, now=self._time.time())):
-            self._generate(worker, first)
+        work = self.order.begin(self._batch, requests, now=self._time.time())
+        if self.widen.begin(self._batch, requests, work, self.order.live(self._batch)):
+            self._dispatch()
         if self.order.ranks and self.step + 1 < self.plan.config.steps:
             self.order.look_ahead(self._source.upcoming(self.step + 1))
+
+    def _dispatch(self) -> None:
+        """The step's layout is there: hand out its first requests."""
+        assert self._batch is not None
+        for worker, first in self.order.dispatch(self._batch, self.widen.layout, self.widen.group_costs()):
+            self._generate(worker, first)
 
     def _generate(self, worker: int, requests: list[Request]) -> None:
         if requests:
@@ -257,6 +291,8 @@ class PipelineDriver:
         for completion, started in zip(report.completions, report.started, strict=True):
             j, sample = batch.end(completion)
             group = batch.groups[j]
+            cut_off = completion.finish == FinishReason.LENGTH
+            self.widen.ended(j, sample, tokens=len(completion.tokens), cut_off=cut_off)
             self._emit(
                 SequenceEnded(
                     pipeline=self.name,
@@ -276,6 +312,7 @@ class PipelineDriver:
             if group.ended:
                 self._score(group)
         if batch.ended:
+            self.widen.rollout_over()
             self._enter("score")
             self.collect_rewards()
 
@@ -345,12 +382,22 @@ class PipelineDriver:
             return
         self._enter("update")
         self._waiting_for = set(range(self.workers))
-        self._ask_lease(self.name)
+        self._leases.ask(tuple(range(self.workers)), "update")
 
     def granted(self, lease: Lease) -> None:
-        """The lease for the update is here: all its workers reduce and step."""
-        command = Update(pipeline=self.name, attempt=self.attempt, step=self.step, lease=lease)
-        self._send_all(lambda _: command)
+        """A lease is here that was asked for: all its workers reduce and step, measure, or change their layout."""
+        match lease.purpose:
+            case "update":
+                update = Update(pipeline=self.name, attempt=self.attempt, step=self.step, lease=lease)
+                self._send_all(lambda _: update)
+            case "profile":
+                profile = Profile(
+                    pipeline=self.name, attempt=self.attempt, lease=lease, degrees=self.widen.degrees, fine=False
+                )
+                self._send_all(lambda _: profile)
+            case "switch":
+                if self.widen.granted(lease, attempt=self.attempt):
+                    self._dispatch()
 
     def _updated(self) -> None:
         self._iteration += 1
@@ -363,7 +410,7 @@ class PipelineDriver:
         batch, config = self._batch, self.plan.config
         assert batch is not None
         update = self._update_stats if self._has_signal else None
-        metrics = batch.metrics() | self.order.finish(batch)
+        metrics = batch.metrics() | self.order.finish(batch, self.widen.layout) | self.widen.finish()
         metrics |= learning_metrics(self._train_stats, update) | self._clock.seconds()
         metrics["tokens_per_s"] = metrics["tokens"] / max(metrics["time_s"], 1e-9)
         self._emit(StepEnded(pipeline=self.name, step=self.step, metrics=metrics))
@@ -385,11 +432,11 @@ class PipelineDriver:
         assert self._ending is not None
         if self.saver.busy:
             return  # comes back here when that checkpoint is published
-        if self._batch is not None:
+        if self._batch is not None or self.stage == "profile":
             self.attempt += 1
             self._abandon_work()
             self._send_all(lambda _: DropWork(pipeline=self.name, attempt=self.attempt))
-        if self.stage in ("new", "load") or self.saver.last_step == self.step:
+        if self.stage in ("new", "load", "profile") or self.saver.last_step == self.step:
             self._end(self._ending)
         else:
             self._begin_save()
@@ -402,7 +449,8 @@ class PipelineDriver:
             return
         if self._ending:
             self._enter("checkpoint")
-        self._order_saved = self.order.state_dict()  # now: other steps may be over when the checkpoint is published
+        # Now: other steps may be over when the checkpoint is published.
+        self._learnt = {"order": self.order.state_dict(), "widen": self.widen.state_dict()}
         command = Save(
             pipeline=self.name,
             attempt=self.attempt,
@@ -444,7 +492,7 @@ class PipelineDriver:
             "next_prompt": step * config.rollout.prompts,
             "workers": self.workers,
             "config": config.model_dump(mode="json"),
-            "order": self._order_saved,
+            **self._learnt,
         }
 
     def _could_not_save(self, error: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from longtail.core.config import Pipeline
+from longtail.costs.table import CostTable
 from longtail.rl.tasks import Task
 
 
@@ -49,6 +50,8 @@ class PipelinePlan:
     """Everything about a pipeline that is known before it starts; ``folder`` is where its checkpoints go.
 
     ``kv_tokens`` is what the KV memory of one worker holds (None: more than enough); ``ranker`` predicts lengths.
+    ``kv_heads`` of the model bound the degree of tensor parallelism. ``table`` says what its work costs here, if that
+    has been measured; a table that the run measures is given to ``keep_table``.
     """
 
     name: str
@@ -60,3 +63,6 @@ class PipelinePlan:
     tokenizer: PromptEncoder
     kv_tokens: int | None = None
     ranker: Ranks | None = None
+    kv_heads: int = 1
+    table: CostTable | None = None
+    keep_table: Callable[[CostTable], None] | None = None

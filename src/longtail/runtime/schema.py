@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from longtail.core.config import Jobs
 
@@ -21,12 +21,30 @@ class Required:
     """The default of keys that have none."""
 
 
+class Word(NamedTuple):
+    """``auto``, or a pattern such as ``threshold:K`` with a sentence about K."""
+
+    text: str
+    hint: str = ""
+
+
+WORDS: dict[tuple[str, ...], tuple[Word, ...]] = {
+    ("pipelines", ANY, "rollout", "tp"): (
+        Word("auto"),
+        Word("oracle"),
+        Word("threshold:K", "K is a whole number from 1 to 9999999, such as threshold:16."),
+    ),
+}
+"""What may stand instead of a number: for the models that is any text that passes their checks."""
+
+
 @dataclass(frozen=True)
 class Key:
     """One key of the job file.
 
     ``path`` holds ``*`` for a pipeline's name; ``nouns`` are the kinds of value in words ("a whole number"), ``bounds``
-    the range ("at least 1", or empty), ``choices`` the allowed words (or none).
+    the range ("at least 1", or empty), ``choices`` the allowed words (or none), ``words`` those that may stand instead
+    of a number.
     """
 
     path: tuple[str, ...]
@@ -38,6 +56,7 @@ class Key:
     description: str
     unit: str = ""
     is_section: bool = False
+    words: tuple[Word, ...] = ()
 
     @property
     def name(self) -> str:
@@ -50,7 +69,8 @@ class Key:
         if self.choices:
             return either(self.choices + last)
         *others, noun = self.nouns
-        return either((*others, f"{noun} {'of ' if self.bounds.startswith('at') else ''}{self.bounds}".strip(), *last))
+        ranged = f"{noun} {'of ' if self.bounds.startswith('at') else ''}{self.bounds}".strip()
+        return either((*others, ranged, *(word.text for word in self.words), *last))
 
 
 @cache
@@ -97,9 +117,10 @@ def _walk(section: dict[str, Any], defs: dict[str, Any], prefix: tuple[str, ...]
 
 def _key(path: tuple[str, ...], field: dict[str, Any], default: Any) -> Key:
     options = [o for o in field.get("anyOf", [field]) if o.get("type") != "null"]
+    words = WORDS.get(path, ())
     return Key(
         path=path,
-        nouns=tuple(_noun(o) for o in options),
+        nouns=tuple(_noun(o) for o in options if not (words and o.get("type") == "string")),
         bounds=_bounds(options[0]),
         choices=tuple(options[0].get("enum", [options[0]["const"]] if "const" in options[0] else [])),
         nullable=len(options) < len(field.get("anyOf", [field])),
@@ -107,6 +128,7 @@ def _key(path: tuple[str, ...], field: dict[str, Any], default: Any) -> Key:
         description=" ".join(field.get("description", "").split()),
         unit=field.get("unit", ""),
         is_section="properties" in field or path == ("pipelines",),
+        words=words,
     )
 
 

@@ -88,6 +88,10 @@ class StepBatch:
                 requests.append(request)
         return requests
 
+    def place(self, request_id: str) -> tuple[int, int]:
+        """(prompt, sample) of a request's first sample."""
+        return self._parts[request_id]
+
     def end(self, completion: Completion) -> tuple[int, int]:
         """Record a finished sample; returns its (prompt, sample). Raises ``RuntimeError`` on a second end."""
         j, first = self._parts[completion.request_id]

@@ -1,0 +1,384 @@
+"""The profiler's part on the workers: what work of one pipeline costs here, measured with its own model and lanes.
+
+All workers of a lease measure together, as one quantum. Invariants: weights, optimizer, random numbers and sequences in
+flight are as before; every lane that was taken is given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from longtail.cluster import measure_interference as interference
+from longtail.cluster.connections import Connections
+from longtail.cluster.measure_key import LOCAL, processor_of, table_key
+from longtail.cluster.measure_rig import STEPS, Rig
+from longtail.cluster.measure_sampling import (
+    COARSE_BATCHES,
+    FINE_BATCHES,
+    Points,
+    Room,
+    between,
+    choose_batches,
+    choose_contexts,
+    decode_grid,
+    prefill_costs,
+    step_s,
+)
+from longtail.cluster.measure_switch import handshake_s, moves
+from longtail.cluster.measure_together import Pace, Together, Work
+from longtail.cluster.measure_training import Training
+from longtail.core.comm import Communicator
+from longtail.core.errors import CapacityError
+from longtail.core.types import Layout
+from longtail.costs.table import CostTable, DecodeGrid, PrefillCosts, Slowdowns, SwitchCosts, TableKey
+from longtail.costs.table_file import to_plain
+from longtail.engine.shard import head_bounds
+from longtail.planner.tree import Tree
+
+if TYPE_CHECKING:
+    from longtail.cluster.tenant import Tenant
+
+NOTES = "notes"
+"""Key of what a fine profile found beside the table: plain data, see :class:`Notes`."""
+Tell = Callable[[str, float], None]
+"""What is being measured now, and the share of all that is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Effort:
+    """How much to measure. ``decode_s`` and ``move_bytes`` bound what decode steps and moves of a degree may take."""
+
+    pace: Pace
+    batches: tuple[int, ...]
+    contexts: int
+    longest: int
+    rounds: int
+    again: int
+    decode_s: float
+    chunks: tuple[int, ...]
+    move_bytes: int
+    train_tokens: int
+
+
+COARSE = _Effort(
+    pace=Pace(0.06, 0, 5),
+    batches=COARSE_BATCHES,
+    contexts=2,
+    longest=512,
+    rounds=1,
+    again=4,
+    decode_s=1.6,
+    chunks=(16, 96),
+    move_bytes=8 << 20,
+    train_tokens=48,
+)
+FINE = _Effort(
+    pace=Pace(0.5, 3, 9),
+    batches=FINE_BATCHES,
+    contexts=3,
+    longest=4096,
+    rounds=2,
+    again=16,
+    decode_s=40.0,
+    chunks=(16, 64, 256),
+    move_bytes=32 << 20,
+    train_tokens=256,
+)
+QUANTUM_S = 0.15
+"""What quanta of prefill and training are to take while interference is measured; long ones only cost time."""
+HELD_OUT = 10
+
+
+@dataclass(frozen=True)
+class Notes:
+    """``held_out``: (degree, batch, context, measured seconds, seconds by the table) of decode steps that are not in
+    the table. ``alone``: (batch, context, seconds on one worker alone, seconds with all at work) at degree 1.
+    ``left_out``: why a degree was not measured."""
+
+    held_out: list[tuple[int, int, int, float, float]]
+    alone: list[tuple[int, int, float, float]]
+    left_out: dict[int, str]
+
+
+def silent(what: str, share: float) -> None:
+    """Tell nobody."""
+
+
+def measure(
+    tenant: Tenant, connections: Connections, *, world: int, degrees: Sequence[int], fine: bool, tell: Tell = silent
+) -> dict[str, Any] | None:
+    """The cost table of ``tenant``'s model as plain data, on the first of ``world`` workers; None on the others.
+
+    Of ``degrees``, those are left out that cannot be: of more workers than there are, or for which memory does not
+    suffice. A fine one has :class:`Notes` under the key ``NOTES``, which is no part of the table. Collective. Raises
+    :class:`PeerLost`, and on all workers alike :class:`CapacityError` where lanes are too few to measure anything.
+    """
+    store = tenant.store
+    free = store.free
+    table, notes = _Profile(tenant, connections, world, degrees, FINE if fine else COARSE, tell).run(fine)
+    store.check()
+    assert store.free == free, f"profiling took {free - store.free} KV blocks and did not give them back"
+    if tenant.worker != 0:
+        return None
+    plain = to_plain(table)
+    return {**plain, NOTES: vars(notes)} if fine else plain
+
+
+class _Group(NamedTuple):
+    """A degree, the layout in which it is measured, and this worker's part: None if it only waits."""
+
+    degree: int
+    layout: Layout
+    comm: Communicator | None
+    room: Room
+    points: Points
+
+
+class _Profile:
+    def __init__(
+        self, tenant: Tenant, connections: Connections, world: int, degrees: Sequence[int], effort: _Effort, tell: Tell
+    ) -> None:
+        self.tenant, self.connections, self.effort = tenant, connections, effort
+        self.model, self.store, self.rollout = tenant.model, tenant.store, tenant._rollout
+        self.together = Together(connections.world)
+        self.degrees = sorted({1, *(d for d in degrees if 1 <= d <= min(world, self.model.config.kv_heads))})
+        self.left_out: dict[int, str] = {}
+        self._tell = tell
+        self._parts = len(self.degrees) + 3
+        self._part = 0
+        self._free = int(-self.together.slowest(-self.store.free))
+
+    def run(self, fine: bool) -> tuple[CostTable, Notes]:
+        decode: dict[int, DecodeGrid] = {}
+        prefill: dict[int, PrefillCosts] = {}
+        notes = Notes([], [], self.left_out)
+        for degree in self.degrees:
+            group = self._group(degree)
+            rig, why = self.together.attempt(partial(self._rig, group))
+            if why:
+                if rig is not None:
+                    rig.close()
+                if degree == 1:
+                    raise CapacityError(why)
+                self.left_out[degree] = why
+                continue
+            try:
+                decode[degree], prefill[degree] = self._sampling(group, rig)
+                if fine:
+                    notes.held_out.extend(self._held_out(group, rig, decode[degree]))
+                    if degree == 1:
+                        notes.alone.extend(self._alone(group, rig, decode[degree]))
+            finally:
+                if rig is not None:
+                    rig.close()
+            self._part += 1
+        switch = self._switch(self._group(max(decode)))
+        self._part += 1
+        train_token_s = self._training()
+        self._part += 1
+        same, neighbour = self._interference(prefill[1], train_token_s, decode[1]) if fine else ({}, {})
+        c = self.model.config
+        table = CostTable(
+            key=self._key(),
+            measured=datetime.now(UTC).isoformat(timespec="seconds"),
+            detail="full" if fine else "coarse",
+            kv_heads=c.kv_heads,
+            kv_bytes=self.store.block_bytes // self.store.block_tokens,
+            decode=decode,
+            prefill=prefill,
+            switch=switch,
+            train_token_s=train_token_s,
+            same_worker=same,
+            neighbour_worker=neighbour,
+        )
+        return table, notes
+
+    def _say(self, what: str, share: float = 0.0) -> None:
+        self._tell(what, (self._part + min(share, 1.0)) / self._parts)
+
+    def _key(self) -> TableKey:
+        everyone = tuple(range(self.together.size))
+        return table_key(
+            self.model.config,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            processor=processor_of(self.model.device),
+            workers=len(everyone),
+            threads=torch.get_num_threads(),
+            communicator=self.connections.kind_of(everyone) if len(everyone) > 1 else LOCAL,
+        )
+
+    # What is measured
+
+    def _group(self, degree: int) -> _Group:
+        """Raises :class:`CapacityError` if there is no room for two sequences of two tokens."""
+        world, effort, c = self.together.size, self.effort, self.model.config
+        layout = Tree.over(range(world), self.degrees).layout(degree)
+        mine = layout.group_of(self.tenant.worker)
+        comm = self.connections.group(mine) if len(mine) == degree else None
+        widest = max(last - first for first, last in head_bounds(c.kv_heads, degree))
+        room = Room(self._free // widest, self.store.block_tokens)
+        samples = self.rollout.prompts * self.tenant.trainer.algorithm.group_size
+        batch = min(self.rollout.max_running, -(-samples * degree // world))
+        contexts = choose_contexts(
+            room,
+            batch=batch,
+            max_tokens=self.rollout.max_tokens,
+            max_context=c.max_context,
+            most=effort.longest,
+            count=effort.contexts,
+        )
+        if not contexts:
+            raise CapacityError(
+                f"the KV memory of {self.tenant.name} holds {self._free} blocks of {self.store.block_tokens} tokens,"
+                " too few to measure costs with; raise rollout.kv_gib"
+            )
+        batches = choose_batches(effort.batches, batch, room, contexts[-1])
+        return _Group(degree, layout, comm, room, Points(batches, tuple(contexts)))
+
+    def _rig(self, group: _Group) -> Rig | None:
+        if group.comm is None:
+            return None
+        rig = Rig(self.model, self.store, self.rollout, columns=group.room.columns, comm=group.comm)
+        rig.warm_up()
+        return rig
+
+    def _sampling(self, group: _Group, rig: Rig | None) -> tuple[DecodeGrid, PrefillCosts]:
+        effort, name = self.effort, f"TP {group.degree}"
+        grid = decode_grid(
+            self.together,
+            rig,
+            group.points,
+            pace=effort.pace,
+            budget_s=effort.decode_s,
+            rounds=effort.rounds,
+            again=effort.again,
+            tell=lambda batch, share: self._say(f"{name}: decode steps, batch {batch}", 0.8 * share),
+        )
+        self._say(f"{name}: prefill", 0.8)
+        most = min(self.rollout.chunk_tokens, group.room.longest(1), self.model.config.max_context - STEPS)
+        chunks = {n for n in effort.chunks if n < most}
+        # The largest is the one in use, if there is time for it; a pool of two blocks has room for small ones only.
+        chunks |= {most} if effort.rounds > 1 or most <= effort.chunks[-1] else set()
+        if len(chunks) < 2:
+            chunks |= {max(1, most // 2), most}
+        return grid, prefill_costs(self.together, rig, sorted(chunks), effort.pace)
+
+    def _held_out(
+        self, group: _Group, rig: Rig | None, grid: DecodeGrid
+    ) -> Iterator[tuple[int, int, int, float, float]]:
+        for batch, context in between(grid, group.room, HELD_OUT):
+            self._say(f"TP {group.degree}: check of batch {batch}", 0.9)
+            measured = step_s(self.together, rig, batch, context, self.effort.pace)
+            yield group.degree, batch, context, measured, _step_s(grid, batch, context)
+
+    def _alone(self, group: _Group, rig: Rig | None, grid: DecodeGrid) -> Iterator[tuple[int, int, float, float]]:
+        """A few points of the grid on the first worker, while the others wait."""
+        if self.together.size == 1:
+            return
+        context = grid.contexts[len(grid.contexts) // 2]
+        for batch in sorted({grid.batches[0], grid.batches[len(grid.batches) // 2], grid.batches[-1]}):
+            self._say(f"TP 1 on one worker alone, batch {batch}", 0.95)
+            mine = rig if self.together.rank == 0 else None
+            seconds = step_s(self.together, mine, batch, context, self.effort.pace)
+            yield batch, context, seconds, _step_s(grid, batch, context)
+
+    def _switch(self, group: _Group) -> SwitchCosts:
+        """Of the widest groups, or between pairs where there are none."""
+        if self.together.size == 1:
+            return SwitchCosts(handshake_s=0.0, move_s=0.0, move_byte_s=0.0)
+        self._say("moving lanes")
+        comm = group.comm
+        if group.degree == 1:
+            pair = tuple(w for w in (self.together.rank & ~1, self.together.rank | 1) if w < self.together.size)
+            comm = self.connections.group(pair) if len(pair) == 2 else None
+        most_bytes = self.effort.move_bytes
+        costs = moves(self.together, comm, self.store, columns=self._free, most_bytes=most_bytes)
+        self._say("changing the layout", 0.5)
+        if group.degree == 1:
+            return costs
+        return replace(costs, handshake_s=handshake_s(self.tenant, self.connections, self.together, group.layout))
+
+    def _training(self) -> float:
+        self._say("training")
+        work = Training(
+            self.tenant.trainer,
+            min(self.effort.train_tokens, self.tenant.trainer.train.micro_tokens, self.model.config.max_context),
+            max_tokens=self.rollout.max_tokens,
+        )
+        return self.together.median_s(work.run, self.effort.pace._replace(most=3)) / work.tokens
+
+    def _interference(
+        self, prefill: PrefillCosts, train_token_s: float, decode: DecodeGrid
+    ) -> tuple[Slowdowns, Slowdowns]:
+        """(on the same worker, beside neighbours): see ``measure_interference.py``. All at degree 1."""
+        group = self._group(1)
+        with contextlib.ExitStack() as stack:
+            classes = self._classes(group, prefill, train_token_s, decode, stack)
+            self._say("interference: each kind of work alone")
+            alone_s = interference.alone(self.together, classes)
+            self._say("interference: in turns on one worker", 0.2)
+            same = interference.in_turns(self.together, classes, alone_s)
+            self._say("interference: beside neighbours", 0.5)
+            if self.together.size == 1:
+                return same, {}
+            return same, interference.beside_neighbours(self.together, classes, alone_s)
+
+    def _classes(
+        self,
+        group: _Group,
+        prefill: PrefillCosts,
+        train_token_s: float,
+        decode: DecodeGrid,
+        stack: contextlib.ExitStack,
+    ) -> dict[str, Work]:
+        """A quantum of each kind of work; those for which lanes are too few are left out."""
+        room, context = group.room, group.points.contexts[len(group.points.contexts) // 2]
+
+        def rig(columns: int) -> Rig:
+            made = Rig(self.model, self.store, self.rollout, columns=columns)
+            stack.callback(made.close)
+            return made
+
+        classes: dict[str, Work] = {}
+        tokens = max(1, min(prefill.chunk_tokens[-1], round(QUANTUM_S / prefill.token_s), room.longest(4)))
+        columns = -(-(tokens + STEPS) // room.block_tokens)
+        left = room.columns - columns
+        classes["prefill"] = partial(rig(columns).prefill, tokens)
+        largest = max((b for b in decode.batches if room._replace(columns=left).holds(b + 1, context)), default=1)
+        for name, batch in (("decode_small", 1), ("decode_large", largest)):
+            columns = batch * -(-(context + STEPS) // room.block_tokens)
+            if columns <= left:
+                left -= columns
+                classes[name] = _Decoding(rig(columns), batch, context).run
+        trainer = self.tenant.trainer
+        tokens = max(8, min(self.effort.train_tokens, round(QUANTUM_S / train_token_s)))
+        classes["train"] = Training(trainer, tokens, max_tokens=self.rollout.max_tokens).run
+        return classes
+
+
+class _Decoding:
+    """Decode steps without end: the same sequences begin anew before they outgrow their lanes."""
+
+    def __init__(self, rig: Rig, batch: int, context: int) -> None:
+        self._rig, self._batch, self._context = rig, batch, context
+        self._left = 0
+
+    def run(self) -> float:
+        if self._left == 0:
+            self._rig.fill(self._batch, self._context)
+            self._left = STEPS
+        self._left -= 1
+        return self._rig.step()
+
+
+def _step_s(grid: DecodeGrid, batch: int, context: int) -> float:
+    line = grid.at(np.array([batch], float))
+    return float(line.base_s[0] + line.context_s[0] * batch * context)
