@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
 
         plans = _plans(checked, job_file, folder, rewards, tell=tell)
         compile_for(checked, job_file, tell=tell)
+        _warm_up_planner(checked, job_file)
         cluster = start_cluster(checked, jobs, tell=tell)
         stack.callback(cluster.close)
         sink.write(_run_started(checked, job_file, cluster, resumed))
@@ -120,6 +122,14 @@ def compile_for(checked: CheckedJobs, job_file: JobFile, *, tell: Callable[[str]
         if not kernels_are_compiled(DTYPES[dtype]):
             tell(f"compiling the {dtype} CPU kernels: about 20 s, once on this machine.")
             compile_kernels(DTYPES[dtype])
+
+
+def _warm_up_planner(checked: CheckedJobs, job_file: JobFile) -> None:
+    """Compile what decides on layouts while the workers start: its first decision is made in a rollout's tail."""
+    if checked.workers > 1 and any(isinstance(p.rollout.tp, str) for p in job_file.jobs.pipelines.values()):
+        from longtail.planner.rollout_time import warm_up
+
+        threading.Thread(target=warm_up, name="warm up", daemon=True).start()
 
 
 def start_cluster(checked: CheckedJobs, jobs: Jobs, *, tell: Callable[[str], None]) -> Cluster:

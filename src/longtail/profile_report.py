@@ -87,30 +87,28 @@ def _figures(measured: Measured) -> Table:
 
 
 def _rows(measured: Measured) -> Iterator[tuple[str, str, str]]:
+    """(name, value, what it means), short enough for a terminal of 80 columns."""
     table, notes = measured.table, measured.notes
     for degree in table.degrees:
         costs = table.prefill[degree]
-        chunk = f"in chunks of {costs.chunk_tokens[-1]:,}; also what recomputing a sequence takes"
-        yield f"prefill, TP {degree}", f"{1 / costs.token_s:,.0f} tokens/s", chunk
+        yield f"prefill, TP {degree}", f"{1 / costs.token_s:,.0f} tokens/s", f"in chunks of {costs.chunk_tokens[-1]:,}"
     if table.train_token_s:
-        yield "training", f"{1 / table.train_token_s:,.0f} tokens/s", "forward and backward, each worker"
+        yield "training", f"{1 / table.train_token_s:,.0f} tokens/s", "each worker, forward and backward"
     switch = table.switch
     if switch.move_byte_s:
-        kv = table.kv_bytes * table.kv_heads
-        speed = f"{1e-6 / switch.move_byte_s:,.0f} MB/s"
-        yield "moving lanes", speed, f"of each worker, both ways at once; a token of a sequence has {kv:,} bytes"
-        yield "", f"{1e3 * switch.move_s:.2f} ms", "once, when anything moves"
+        token_bytes = table.kv_bytes * table.kv_heads
+        yield "moving lanes", f"{1e-6 / switch.move_byte_s:,.0f} MB/s", f"a token has {token_bytes:,} bytes of KV"
+        yield "", f"{1e3 * switch.move_s:.2f} ms", "once, if anything moves"
     if switch.handshake_s:
         yield "changing the layout", f"{1e3 * switch.handshake_s:.2f} ms", "with nothing to move"
     for batch, context, alone, together in notes.get("alone", []):
-        what = f"a decode step of {batch:,} with {context:,} tokens each takes longer with all workers at work"
+        what = f"longer with all at work: {batch} x {context:,} tokens"
         yield "sharing the memory", f"{together / alone:.2f} x", what
     for degree, why in notes.get("left_out", {}).items():
         yield f"TP {degree}", "not measured", why
     if errors := _errors(measured):
-        most = errors[(9 * len(errors)) // 10]
-        what = f"median, on {len(errors)} decode steps that are not in the table; 90 % within {most:.1%}"
-        yield "error of the table", f"{statistics.median(errors):.1%}", what
+        yield "error of the table", f"{statistics.median(errors):.1%}", f"median of {len(errors)} steps not in it"
+        yield "", f"{errors[(9 * len(errors)) // 10]:.1%}", "90 % are below"
 
 
 def _slowdowns(slowdowns: Slowdowns) -> Table:

@@ -1,4 +1,4 @@
-"""Conferences of a tensor-parallel group: the leader's orders reach everybody, and nobody goes on when ranks disagree."""
+"""Conferences of a tensor-parallel group: orders reach everybody, and nobody goes on when ranks disagree."""
 
 from __future__ import annotations
 

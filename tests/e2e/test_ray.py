@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longtail.core.events import Event, Rollback, RunEnded, StageEntered, StepEnded, WorkerLost
+from longtail.core.events import Event, Rollback, RunEnded, Span, StageEntered, StepEnded, WorkerLost
 from longtail.observe.store import read_events
 
 pytestmark = pytest.mark.slow
@@ -156,13 +156,15 @@ def test_a_driver_killed_during_a_step_resumes_to_the_same_losses_and_weights(un
     assert_same_result(second, undisturbed)
 
 
-def test_a_worker_killed_during_a_step_is_replaced_and_changes_nothing(undisturbed, tmp_path):
-    run = Run(tmp_path / "run")
+def test_a_worker_killed_during_a_tensor_parallel_step_is_replaced_and_changes_nothing(undisturbed, tmp_path):
+    """The undisturbed run samples narrow, since its two pipelines always have work for both workers."""
+    run = Run(tmp_path / "run", JOBS.replace("max_tokens: 48", "max_tokens: 48, tp: 2"))
     run.wait_for(in_rollout(3))
     run.workers()[0].kill()
     code, output = run.end()
     assert code == 0, output
     assert any(isinstance(e, WorkerLost) for e in run.events())
+    assert any(isinstance(e, Span) and e.tp == 2 for e in run.events())
     assert_same_result(run, undisturbed)
 
 

@@ -28,6 +28,7 @@ from longtail.engine.engine import Engine
 from longtail.engine.handoff import carry_out
 from longtail.engine.lanes import LanePool
 from longtail.engine.model import Decoder
+from longtail.engine.shm import ShmCommunicator
 from longtail.engine.switch_plan import How, Refusal, SwitchCosts, SwitchPlan, plan_switch
 
 UNEVEN = {"family": "llama", "qk_norm": False, "heads": 9, "kv_heads": 3}
@@ -131,6 +132,15 @@ def test_going_on_as_before_copies_nothing():
     assert (plan.moved_bytes, plan.recomputed_tokens) == (0, 0)
 
 
+@pytest.mark.parametrize("how", [How.MOVE, How.RECOMPUTE])
+def test_switching_over_shared_memory_changes_no_bit(how, tmp_path):
+    def connect(ranks: tuple[int, ...], rank: int) -> ShmCommunicator:
+        return ShmCommunicator(tmp_path / "-".join(map(str, ranks)), rank=rank, size=len(ranks))
+
+    switches = [Switch(2, WIDE, how), Switch(2, NARROW, how), Switch(3, WIDE, how)]
+    changes_nothing(model_of(torch.float32, **UNEVEN), TWO, switches, connect=connect)
+
+
 # What is in flight
 
 
@@ -191,6 +201,17 @@ def test_a_prompt_kept_for_samples_that_wait_goes_along():
         assert plan.recomputed_tokens == 0
         # Two whole blocks are shared; the prompt, and whoever has written, has a last block of its own.
         assert len(plan.berths[0].origin) == 2 + (1 if steps == 1 else 3)
+
+
+def test_samples_that_start_again_from_a_kept_prompt_do_not_share_its_last_block():
+    items = [request("a", prompt_of(15), samples=4, forced=(20,) * 4)]
+    base = run_all(make_engine(model_of()), items)
+    # One free block on the other rank holds the prompt, and no sample that has gone beyond it.
+    outcome = rollout(model_of(), [items, []], [Switch(6, WIDE)], blocks=[40, 3], max_running=3)
+    assert_same(base, outcome.done, 0)
+    [group] = outcome.plans[0].berths[0].groups
+    assert group.prompt is not None
+    assert [sample.lanes is None for sample in group.samples] == [False, True, True, True]
 
 
 def test_a_kept_prompt_stays_behind_where_nobody_waits():
@@ -415,6 +436,8 @@ def test_what_no_engine_ever_exports_is_a_mistake_of_the_caller():
     engines = two_samples()
     with pytest.raises(ValueError, match="each of 2 ranks must be in one group"):
         plan_between(engines, ((0,),), WIDE)
+    with pytest.raises(ValueError, match="a rank can go on in one group only"):
+        plan_between(engines, NARROW, ((0, 1), (1,)))
     with pytest.raises(ValueError, match="not each of them once"):
         plan_between(engines, WIDE, NARROW)
     with pytest.raises(ValueError, match="samples of request 'a' are in flight twice"):
@@ -534,8 +557,8 @@ def test_all_ranks_make_the_same_plan():
 
 
 @st.composite
-def any_switch(draw):
-    groups = draw(st.sampled_from([NARROW, WIDE, ((1, 0),), ((0,),), ((1,),)]))
+def any_switch(draw, layouts):
+    groups = draw(st.sampled_from(layouts))
     costs = SwitchCosts(
         per_byte_s=draw(st.sampled_from([0.0, 9.0, 20.0])) / BLOCK,
         per_token_s=1.0,
@@ -555,22 +578,38 @@ def any_load(draw):
     return items
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    loads=st.tuples(any_load(), any_load()),
-    switches=st.lists(any_switch(), max_size=4),
-    blocks=st.tuples(st.integers(10, 40), st.integers(10, 40)),
-    max_running=st.sampled_from([2, 4, 256]),
-    chunk=st.sampled_from([16, 512]),
-)
-def test_any_switches_change_no_bit_and_lose_no_lane(loads, switches, blocks, max_running, chunk):
-    requests = [
+@st.composite
+def any_rollout(draw, layouts):
+    """Loads, switches and options of :func:`rollout` on as many ranks as the layouts have, which begin alone."""
+    ranks = len(layouts[0])
+    loads = [
         [
             request(f"{prefix}{i}", prompt_of(length, seed=i), samples=samples, seed=i, forced=forced)
-            for i, length, samples, forced in load
+            for i, length, samples, forced in draw(any_load())
         ]
-        for prefix, load in zip("ab", loads, strict=True)
+        for prefix in "abc"[:ranks]
     ]
-    base = run_all(make_engine(model_of()), requests[0] + requests[1], check=False)
-    outcome = rollout(model_of(), requests, switches, blocks=blocks, max_running=max_running, chunk_tokens=chunk)
-    assert_same(base, outcome.done, 0)
+    options = {
+        "blocks": draw(st.tuples(*[st.integers(5 * ranks, 40)] * ranks)),
+        "max_running": draw(st.sampled_from([2, 4, 256])),
+        "chunk_tokens": draw(st.sampled_from([16, 512])),
+    }
+    return loads, draw(st.lists(any_switch(layouts), max_size=4)), options
+
+
+def survives(model: Decoder, case) -> None:
+    loads, switches, options = case
+    base = run_all(make_engine(model), [item for items in loads for item in items], check=False)
+    assert_same(base, rollout(model, loads, switches, **options).done, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(any_rollout([NARROW, WIDE, ((1, 0),), ((0,),), ((1,),)]))
+def test_any_switches_of_two_ranks_change_no_bit_and_lose_no_lane(case):
+    survives(model_of(), case)
+
+
+@settings(max_examples=15, deadline=None)
+@given(any_rollout([ALONE4[:3], ((0, 1, 2),), ((0, 1), (2,)), ((0,), (1, 2)), ((2, 0),)]))
+def test_any_switches_of_three_ranks_change_no_bit_and_lose_no_lane(case):
+    survives(model_of(**UNEVEN), case)

@@ -13,7 +13,7 @@ from engine.engine_models import random_model, tiny_config
 from longtail.core.errors import ModelError
 from longtail.engine import layout
 from longtail.engine.sampling import BLOCK
-from longtail.engine.shard import HIDDEN_UNIT, head_bounds, shard_of, shards_of
+from longtail.engine.shard import CACHE_LINE, head_bounds, shard_of, shards_of
 
 configs = st.builds(
     lambda kv, per, hidden, mlp, vocab: tiny_config(
@@ -49,7 +49,7 @@ def totals(config):
 @given(config=configs, data=st.data())
 def test_the_parts_of_all_ranks_are_a_partition_as_even_as_their_units_allow(config, data):
     size = data.draw(st.integers(1, config.kv_heads))
-    units = {"heads": 1, "hidden": HIDDEN_UNIT, "mlp": 1, "vocab": BLOCK}
+    units = {"heads": 1, "hidden": CACHE_LINE, "mlp": 1, "vocab": BLOCK}
     for name, bounds in parts(config, size).items():
         total, unit = totals(config)[name], units[name]
         assert bounds[0][0] == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from longtail.core.comm import Communicator
 from longtail.core.errors import PeerLost
 from longtail.core.types import Completion, Request
 from longtail.engine.blocks import BlockStore
@@ -85,21 +86,33 @@ class ThreadComm:
         pass
 
 
-class World:
-    """``size`` ranks, each in a thread; :meth:`comm` is the communicator of some of them."""
+Connect = Callable[[tuple[int, ...], int], Communicator]
+"""Given the ranks of a group and one's own rank in it."""
 
-    def __init__(self, size: int) -> None:
+
+class World:
+    """``size`` ranks, each in a thread; :meth:`comm` is the communicator of some of them, made by ``connect`` once."""
+
+    def __init__(self, size: int, connect: Connect | None = None) -> None:
         self.size = size
         self._lock = threading.Lock()
+        self._connect = connect or self._meet
         self._meetings: dict[tuple[int, ...], Meeting] = {}
+        self._comms: dict[tuple[tuple[int, ...], int], Communicator] = {}
 
-    def comm(self, ranks: Sequence[int], me: int) -> ThreadComm:
+    def comm(self, ranks: Sequence[int], me: int) -> Communicator:
+        key = tuple(ranks), me
+        if key not in self._comms:
+            self._comms[key] = self._connect(key[0], key[0].index(me))
+        return self._comms[key]
+
+    def _meet(self, ranks: tuple[int, ...], rank: int) -> ThreadComm:
         with self._lock:
-            meeting = self._meetings.setdefault(tuple(ranks), Meeting(len(ranks)))
-        return ThreadComm(meeting, tuple(ranks).index(me))
+            meeting = self._meetings.setdefault(ranks, Meeting(len(ranks)))
+        return ThreadComm(meeting, rank)
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """``work(rank)`` of every rank. Raises the error that came first, not those that it led to."""
+        """``work(rank)`` of every rank, then all is closed. Raises the error that came first, not those it led to."""
 
         def guarded(rank: int) -> Any:
             try:
@@ -112,6 +125,8 @@ class World:
 
         with ThreadPoolExecutor(self.size) as pool:
             futures = [pool.submit(guarded, rank) for rank in range(self.size)]
+        for comm in self._comms.values():
+            comm.close()
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
             raise error
@@ -156,6 +171,8 @@ class Rank:
 
     def switch(self, switch: Switch, make_engine: Callable[[LanePool, Sequence[int]], Engine]) -> None:
         comm, cargo = self.world.comm(range(self.world.size), self.rank), self.engine.export()
+        if isinstance(comm, ThreadComm):
+            comm.sent = [0] * comm.size
         cargos = [pickle.loads(data) for data in comm.all_gather_bytes(pickle.dumps(cargo))]
         plan = plan_switch(cargos, self.groups, switch.groups, costs=switch.costs, how=switch.how)
         self.plans.append(plan)
@@ -164,7 +181,8 @@ class Rank:
         store = self.engine.lanes.store
         mine = next((group for group in switch.groups if self.rank in group), (self.rank,))
         following = carry_out(plan, comm, self.engine, cargo, lambda lanes: make_engine(lanes, mine))
-        assert sum(comm.sent) == plan.sent_bytes[self.rank]
+        if isinstance(comm, ThreadComm):
+            assert sum(comm.sent) == plan.sent_bytes[self.rank]
         kv_heads = range(store.config.kv_heads)
         self.engine = following or make_engine(LanePool.over(store, kv_heads), (self.rank,))
         left = set(range(self.world.size)) - {rank for group in switch.groups for rank in group}
@@ -186,11 +204,12 @@ def rollout(
     *,
     blocks: int | Sequence[int] = 600,
     block_tokens: int = 16,
+    connect: Connect | None = None,
     **options: Any,
 ) -> Outcome:
     """Rank r begins alone with ``loads[r]``; all ends, and every rank of a group has seen the same."""
     size = len(loads)
-    world = World(size)
+    world = World(size, connect)
     sizes = [blocks] * size if isinstance(blocks, int) else list(blocks)
 
     def make_engine(lanes: LanePool, group: Sequence[int], rank: int) -> Engine:

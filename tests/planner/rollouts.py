@@ -163,12 +163,11 @@ class Stepwise:
         return end
 
     def _stop(self, at_s: float) -> None:
-        busy = [g for g in range(len(self.groups)) if self.running[g] or self.waiting[g]]
-        for g in busy:
+        for g in range(len(self.groups)):
             while self.running[g] and self.clock[g] < at_s * SLACK:
                 if self.step(g):
                     break
-        self.stopped = max((self.clock[g] for g in busy), default=self.last)
+        self.stopped = max(self.clock)
 
     def switched(self, behind: Sequence[Group], to: Sequence[int]) -> Stepwise:
         """Everything in the groups ``behind`` after a switch now."""
@@ -211,7 +210,7 @@ def stepwise_end_s(
         return first.last
     then = first.switched(behind, to)
     then.run()
-    return then.last
+    return max(first.last, then.last)
 
 
 def block_of(state: Rollout, costs: CostTable) -> tuple[Block, Costs]:

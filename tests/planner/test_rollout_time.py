@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longtail.planner.rollout_time import warm_up
 from planner.rollouts import block_of, rollout, stepwise_end_s, table
 
 COSTS = table(
@@ -85,3 +86,7 @@ def test_lanes_are_computed_anew_where_that_is_cheaper():
     block, prices = block_of(state, slow)
     cost = block.times(prices, ((0, 1),), np.zeros(2, int), np.zeros(1)).switch_s[0, 0]
     assert cost == pytest.approx(300 * 1e-3)
+
+
+def test_the_kernel_can_be_compiled_before_anything_is_known():
+    warm_up()

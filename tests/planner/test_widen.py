@@ -139,6 +139,19 @@ def test_a_worker_without_a_sequence_takes_its_part():
     assert actions(state, table(FASTER)) == [(Action.WIDEN, tuple(PAIR), ((0, 1),))]
 
 
+def test_workers_without_a_sequence_take_part_in_a_larger_group_too():
+    costs = table({**FASTER, 4: (0.0035, 0.0004, 3e-7)})
+    state = rollout(FOUR, [800, 700], of=[0, 0])
+    assert actions(state, costs) == [(Action.WIDEN, tuple(FOUR), ((0, 1, 2, 3),))]
+    apart = rollout([(0,), (1,), (2, 3)], [800, 700], of=[0, 0])
+    assert actions(apart, costs) == [(Action.WIDEN, ((0,), (1,), (2, 3)), ((0, 1, 2, 3),))]
+
+
+def test_a_group_without_a_slot_is_refused():
+    with pytest.raises(ValueError, match="slot"):
+        rollout(PAIR, [5, 5], slots=0)
+
+
 def test_pairs_decide_on_their_own():
     state = rollout(FOUR, [900] + [60] * 24, of=[0] + [2, 3] * 12)
     decisions = actions(state, table(TAIL_ONLY, kv_heads=2))

@@ -94,7 +94,8 @@ def test_a_switch_does_not_grow_past_somebody_who_asked_before():
     book.ask("b", (1, 2))
     book.ask("a", (0, 1, 2, 3), "switch")
     assert book.grant() == []
-    assert book.waited_for("a") and not book.waited_for("b")
+    assert book.waited_for("a")
+    assert not book.waited_for("b")
 
 
 def test_what_is_withdrawn_or_forgotten_stands_in_nobodys_way():

@@ -1,7 +1,7 @@
 """The profiler's part on the workers: what work of one pipeline costs here, measured with its own model and lanes.
 
-All workers of a lease measure together, as one quantum. Invariants: weights, optimizer, random numbers and sequences in
-flight are as before; every lane that was taken is given back.
+All workers of a lease measure together, as one quantum, while the pipeline has nothing else to do. Invariants: weights,
+optimizer and random numbers are as before, gradients are zero; every lane that was taken is given back.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ COARSE = _Effort(
     longest=512,
     rounds=1,
     again=4,
-    decode_s=1.6,
+    decode_s=2.2,
     chunks=(16, 96),
     move_bytes=8 << 20,
     train_tokens=48,
@@ -223,8 +223,8 @@ class _Profile:
         layout = Tree.over(range(world), self.degrees).layout(degree)
         mine = layout.group_of(self.tenant.worker)
         comm = self.connections.group(mine) if len(mine) == degree else None
-        widest = max(last - first for first, last in head_bounds(c.kv_heads, degree))
-        room = Room(self._free // widest, self.store.block_tokens)
+        most_heads = max(last - first for first, last in head_bounds(c.kv_heads, degree))
+        room = Room(self._free // most_heads, self.store.block_tokens)
         samples = self.rollout.prompts * self.tenant.trainer.algorithm.group_size
         batch = min(self.rollout.max_running, -(-samples * degree // world))
         contexts = choose_contexts(

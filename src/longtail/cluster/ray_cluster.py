@@ -107,7 +107,8 @@ class RayWorker:
 class RayCluster:
     """See :class:`longtail.cluster.protocol.Cluster`. ``address`` is ``local``, ``auto`` or a Ray address.
 
-    ``tell`` gets a sentence now and then while workers are awaited; ``communicator`` is as in a job file. Raises ``CapacityError`` when they cannot be had.
+    ``tell`` gets a sentence now and then while workers are awaited; ``communicator`` is as in a job file. Raises
+    ``CapacityError`` when they cannot be had.
     """
 
     def __init__(

@@ -53,10 +53,10 @@ _PARALLEL_WORK = 200_000
 """Multiply-adds of one layer below which waking a second thread costs more than it brings."""
 
 # Words of a kernel's argument block. The floats follow at _EPS and _SCALE as float64 bits.
-(LAYER, WRITE, ATTEND, ITEMS, QKV, OUT, OUT_STRIDE, _TOKENS, _HEADS, _R, _H) = range(3, 14)
-(_K, _V, _BLOCKS, _LAYERS, _BLOCK_TOKENS, _TABLES, _ROWS, _WIDTH) = range(14, 22)
-(_SEGMENTS, _COS, _SIN, _ROPE_ROWS, Q_NORM, K_NORM, _SCRATCH, _SCRATCH_WORDS, _EPS, _SCALE) = range(22, 32)
-WORDS = 32
+(LAYER, WRITE, ATTEND, ITEMS, QKV, QKV_STRIDE, OUT, OUT_STRIDE, _TOKENS, _HEADS, _R, _H) = range(3, 15)
+(_K, _V, _BLOCKS, _LAYERS, _BLOCK_TOKENS, _TABLES, _ROWS, _WIDTH) = range(15, 23)
+(_SEGMENTS, _COS, _SIN, _ROPE_ROWS, Q_NORM, K_NORM, _SCRATCH, _SCRATCH_WORDS, _EPS, _SCALE) = range(23, 33)
+WORDS = 33
 
 
 def supports(pool: LanePool) -> bool:
@@ -114,7 +114,8 @@ class LaneAttention:
         qkv_TE = qkv_TE.contiguous()
         args, c = self._args, self._pool.config
         out_TQ = torch.empty(self._tokens, self._pool.heads * c.heads_per_kv * c.head_dim, dtype=qkv_TE.dtype)
-        args[LAYER], args[QKV] = layer, qkv_TE.data_ptr()
+        args[LAYER] = layer
+        args[QKV], args[QKV_STRIDE] = qkv_TE.data_ptr(), qkv_TE.shape[1]
         args[OUT], args[OUT_STRIDE] = out_TQ.data_ptr(), out_TQ.shape[1]
         args[Q_NORM] = 0 if q_norm_H is None else q_norm_H.data_ptr()
         args[K_NORM] = 0 if k_norm_H is None else k_norm_H.data_ptr()
@@ -180,9 +181,9 @@ def attention_items(pointer, dtype):
     Returns the number of items; those that are done are counted in ``FINISHED``.
     """
     args = carray(pointer, WORDS, np.int64)
-    heads, R, H, out_stride = args[_HEADS], args[_R], args[_H], args[OUT_STRIDE]
+    heads, R, H = args[_HEADS], args[_R], args[_H]
     tokens, block_tokens = args[_TOKENS], args[_BLOCK_TOKENS]
-    E = heads * (R + 2) * H
+    E, out_stride = args[QKV_STRIDE], args[OUT_STRIDE]
     qkv = carray(as_pointer(args[QKV]), tokens * E, dtype)
     out = carray(as_pointer(args[OUT]), tokens * out_stride, dtype)
     pool = args[_BLOCKS] * args[_LAYERS] * H * block_tokens
@@ -211,7 +212,7 @@ def attention_items(pointer, dtype):
         segment, head = segments[item // heads], item % heads
         row, start, count, flat = segment[0], segment[1], segment[2], segment[3]
         lane = tables[row, head]
-        group = (flat * heads + head) * (R + 2) * H
+        group = flat * E + head * (R + 2) * H
         if args[WRITE] != 0:
             for i in range(count):
                 source = group + i * E + R * H

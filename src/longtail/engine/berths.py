@@ -87,6 +87,10 @@ class Room:
     def blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
+    def whole_blocks(self, tokens: int) -> int:
+        """The tokens among the first ``tokens`` that fill blocks."""
+        return tokens // self.block_tokens * self.block_tokens
+
     def travel_bytes(self, source: int) -> int:
         """What travels for one column of team ``source``."""
         return int(self._fresh[source].sum()) * self.block_bytes
@@ -184,11 +188,9 @@ class Boarding:
         """Positions that will be computed again although the source teams had their KV."""
         group = self._shares[0].group
         lost = [sample for index, *_, sample in self._samples if sample.lanes is not None and index not in self._lanes]
-        whole = group.prompt_len // self._room.block_tokens * self._room.block_tokens
-        if self._prompt is not None:
-            return sum(group.length(sample) - group.prompt_len for sample in lost)
+        whole = self._room.whole_blocks(group.prompt_len)
         tokens = sum(group.length(sample) - whole for sample in lost)
-        if self._lanes:
+        if self._lanes or self._prompt is not None:
             return tokens
         if lost:
             return tokens + whole

@@ -350,6 +350,7 @@ class Engine:
     def adopt(self, groups: Sequence[CargoGroup], columns: np.ndarray) -> None:
         """Go on with ``groups``, oldest first, of engines that have exported them; this one must be empty.
 
+        Samples without lanes wait as preempted ones do, though they do not count as preempted for it.
         ``columns`` int32 ``[C, heads]`` are the blocks behind the columns that ``groups`` list, as
         :meth:`LanePool.place` takes them: free blocks replace those ``MISSING``, to be filled before the next step.
         Raises :class:`CapacityError`, changing nothing, when there are too few.

@@ -5,16 +5,20 @@ costs as much again. Here each kernel's argument block is a row of one array; a 
 waits until those of the others are finished, and goes on to the next.
 
 In a tensor-parallel group on one host, each rank computes its columns (``engine/shard.py``) of what the layers pass on,
-in memory that all ranks share, and rows between the kernels are barriers. A layer, with its private parts in brackets::
+in memory that all ranks share, and rows between the kernels are barriers. A layer, with its private part in brackets::
 
     [qkv = norm(x) Wqkv]   o = attention(qkv)   BARRIER   y = x + o Wo          BARRIER
                            h = swiglu(norm(y))  BARRIER   x = y + h Wdown       BARRIER
 
-The barrier before each reader of other ranks' columns keeps reads behind writes. The same four also keep a buffer's
-next write behind its last reads: every rank reads o, y and h before the barrier that follows, and they are written
-again a layer later; x is read by the next layer's first kernel (after the last layer: by the final norm) and written
-again three barriers later. So a rank that passes the last barrier before it writes knows that all have read. Residuals
-are read by their own writer alone. Layer 0 reads the embeddings, which are private, so no step begins with a barrier.
+Where the ranks have different numbers of KV heads, the projection would keep one waiting: qkv is dealt evenly, too, in
+shared memory, and a fifth barrier stands before attention.
+
+The barrier before each reader of other ranks' columns keeps reads behind writes. The same barriers also keep a buffer's
+next write behind its last reads: every rank reads o, y, h (and qkv) before the barrier that follows, and they are
+written again a layer later; x is read by the next layer's first kernel (after the last layer: by the final norm) and
+written again three barriers later. So a rank that passes the last barrier before it writes knows that all have read.
+Residuals are read by their own writer alone. Layer 0 reads the embeddings, which are private, so no step begins with a
+barrier.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from longtail.engine.attention import attention_items
 from longtail.engine.jit import callback, jit, one_process
 from longtail.engine.lanes import LanePool
 from longtail.engine.linear import linear_items
-from longtail.engine.shard import shard_of
+from longtail.engine.shard import CACHE_LINE, cut, shard_of
 from longtail.engine.shm import CONTROL_WORDS, SPINS, ShmCommunicator, arrive, wait
 from longtail.engine.simd import VECTOR_BYTES, as_pointer, atomic_load, fetch_add
 from longtail.engine.team import FINISHED, NEXT, Kernel, float_word, team_size, words
@@ -47,9 +51,9 @@ _BLOCK = 40
 """Words of a row: at least those of every kernel."""
 _KIND = _BLOCK - 1
 _LINEAR, _ATTENTION, _BARRIER = 0, 1, 2
-(_QKV, _WRITE, _ATTEND, _MEET_O, _O, _MEET_Y, _GATE_UP, _MEET_H, _DOWN, _MEET_X) = range(10)
-"""Rows of a layer; the second only has work where a chunk's keys must be in place before its queries."""
-_MEETINGS = (_MEET_O, _MEET_Y, _MEET_H, _MEET_X)
+(_QKV, _MEET_QKV, _WRITE, _ATTEND, _MEET_O, _O, _MEET_Y, _GATE_UP, _MEET_H, _DOWN, _MEET_X) = range(11)
+"""Rows of a layer; ``_WRITE`` only has work where a chunk's keys must be in place before its queries."""
+_MEETINGS = (_MEET_QKV, _MEET_O, _MEET_Y, _MEET_H, _MEET_X)
 _ARRIVED = 3
 (_CONTROL, _RANK, _SIZE) = range(5, 8)
 """Words of a barrier, after those of every kernel."""
@@ -73,8 +77,10 @@ _PARAMETERS = {
 
 
 class _Passed(NamedTuple):
-    """What layers pass on, one row a token, whole: ``o`` ``[T, Q]``, ``y`` and ``x`` ``[T, D]``, ``h`` ``[T, F]``."""
+    """What kernels pass on, one row a token: ``o`` ``[T, Q]``, ``y`` and ``x`` ``[T, D]``, ``h`` ``[T, F]``, all whole,
+    and ``qkv`` ``[T, E]``, whole or of the rank's own heads."""
 
+    qkv: Tensor
     o: Tensor
     y: Tensor
     h: Tensor
@@ -100,17 +106,20 @@ class LayerProgram(attention.LaneAttention):
     def __init__(self, model: Decoder, pool: LanePool, *, comm: ShmCommunicator | None = None, rows: int = 0) -> None:
         super().__init__(pool, model.rope)
         c = model.config
-        self._model, self._comm = model, comm
-        self._shard = shard_of(c, comm.rank, comm.size) if comm is not None else shard_of(c, 0, 1)
-        self._shared: _Passed | None = None
-        self._rows = np.zeros((c.layers, 10, _BLOCK), np.int64)
+        rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._model, self._comm, self._shard = model, comm, shard_of(c, rank, size)
+        self._of_rank, self._shares_qkv = self._shard.rows(c), c.kv_heads % size > 0
+        if self._shares_qkv:
+            even = cut(c.kv_heads * c.qkv_rows_per_kv, CACHE_LINE, size)
+            self._of_rank = self._of_rank._replace(qkv=slice(*even[rank]))
+        self._rows = np.zeros((c.layers, 11, _BLOCK), np.int64)
         self._addresses: list[int] = []
+        self._shared: list[Tensor] = []
+        """What is shared of ``_Passed``, in the order of its fields, for as many tokens as there may be."""
         self._place_shapes()
         if comm is not None:
+            self._place_meetings(comm)
             self._share(rows)
-            self._rows[:, _MEETINGS, _CONTROL] = comm.control_address
-            self._rows[:, _MEETINGS, _RANK] = comm.rank
-        self._rows[:, _MEETINGS, _SIZE] = self._shard.size
 
     def run_layers(self, x_TD: Tensor) -> Tensor:
         """The residual stream ``[T, D]`` after the last layer, valid until the next call; may overwrite ``x_TD``."""
@@ -120,7 +129,7 @@ class LayerProgram(attention.LaneAttention):
         threads = team_size() if max(work, 4 * work // len(x_TD)) > linear.PARALLEL_WORK else 1
         passed = self._passed(x_TD)
         private = self._place_activations(x_TD, passed, threads)
-        self._place_attention(passed.o)
+        self._place_attention(passed)
         self._run_program(threads)
         del private
         return passed.x
@@ -140,37 +149,50 @@ class LayerProgram(attention.LaneAttention):
     def _share(self, tokens: int) -> None:
         """Allocate shared memory for batches of so many tokens."""
         assert self._comm is not None
-        c, dtype = self._model.config, self._model.dtype
-        widths = (c.heads * c.head_dim, c.hidden_size, c.intermediate_size, c.hidden_size)
+        dtype, widths = self._model.dtype, self._widths()[not self._shares_qkv :]
         memory = self._comm.allocate(tokens * sum(widths) * dtype.itemsize).view(dtype)
-        o, y, h, x = memory.split([tokens * width for width in widths])
-        self._shared = _Passed(*(part.view(tokens, -1) for part in (o, y, h, x)))
+        parts = memory.split([tokens * width for width in widths])
+        self._shared = [part.view(tokens, width) for part, width in zip(parts, widths, strict=True)]
 
     def _passed(self, x_TD: Tensor) -> _Passed:
-        c, tokens = self._model.config, len(x_TD)
-        if self._comm is None:
-            widths = (c.heads * c.head_dim, c.hidden_size, c.intermediate_size)
-            o, y, h = (torch.empty(tokens, width, dtype=x_TD.dtype) for width in widths)
-            return _Passed(o, y, h, x_TD)
-        if self._shared is None or tokens > len(self._shared.x):  # on all ranks alike
+        """Memory for a batch; ``x`` is that of ``x_TD`` where nothing is shared."""
+        tokens = len(x_TD)
+        if self._comm is not None and tokens > len(self._shared[0]):  # on all ranks alike
             self._share(tokens)
-        assert self._shared is not None
-        return _Passed(*(part[:tokens] for part in self._shared))
+        shared = [part[:tokens] for part in self._shared] or [x_TD]
+        private = [torch.empty(tokens, width, dtype=x_TD.dtype) for width in self._widths()[: 5 - len(shared)]]
+        return _Passed(*private, *shared)
+
+    def _widths(self) -> list[int]:
+        """Of the fields of ``_Passed``."""
+        c = self._model.config
+        qkv = c.kv_heads * c.qkv_rows_per_kv if self._shares_qkv else self._of_rank.qkv.stop - self._of_rank.qkv.start
+        return [qkv, c.heads * c.head_dim, c.hidden_size, c.intermediate_size, c.hidden_size]
+
+    # Argument blocks
 
     def _place_shapes(self) -> None:
-        c, shard, rows = self._model.config, self._shard, self._rows
-        rows[:, [_WRITE, _ATTEND], _KIND] = _ATTENTION
-        rows[:, _MEETINGS, _KIND] = _BARRIER
-        D, Q, F = c.hidden_size, c.heads * c.head_dim, c.intermediate_size
-        of_rank = shard.rows(c)
-        shapes = {_QKV: (of_rank.qkv, D), _O: (of_rank.o, Q), _GATE_UP: (of_rank.gate_up, D), _DOWN: (of_rank.down, F)}
-        for at, (outputs, inputs) in shapes.items():
-            rows[:, at, linear.N] = outputs.stop - outputs.start
+        c, rows, of_rank = self._model.config, self._rows, self._of_rank
+        E, Q, D, F, _ = self._widths()
+        for at, of_kernel, inputs, width in (
+            (_QKV, of_rank.qkv, D, E),
+            (_O, of_rank.o, Q, D),
+            (_GATE_UP, of_rank.gate_up, D, F),
+            (_DOWN, of_rank.down, F, D),
+        ):
+            rows[:, at, linear.N] = of_kernel.stop - of_kernel.start
             rows[:, at, linear.K] = rows[:, at, linear.W_STRIDE] = inputs
+            rows[:, at, linear.OUT_STRIDE] = rows[:, at, linear.RESIDUAL_STRIDE] = width
             rows[:, at, linear.EPS] = float_word(c.rms_eps)
-        rows[:, _QKV, linear.OUT_STRIDE] = rows[:, _QKV, linear.N]
-        rows[:, [_O, _DOWN], linear.OUT_STRIDE] = rows[:, [_O, _DOWN], linear.RESIDUAL_STRIDE] = D
-        rows[:, _GATE_UP, linear.OUT_STRIDE], rows[:, _GATE_UP, linear.BLOCK] = F, c.mlp_block
+        rows[:, _GATE_UP, linear.BLOCK] = c.mlp_block
+        for at in (_WRITE, _ATTEND):
+            rows[:, at, _KIND] = _ATTENTION
+        rows[:, _MEETINGS, _KIND], rows[:, _MEETINGS, _SIZE] = _BARRIER, 1
+
+    def _place_meetings(self, comm: ShmCommunicator) -> None:
+        meetings = _MEETINGS if self._shares_qkv else _MEETINGS[1:]
+        for word, value in ((_CONTROL, comm.control_address), (_RANK, comm.rank), (_SIZE, comm.size)):
+            self._rows[:, meetings, word] = value
 
     def _place_parameters(self) -> None:
         """Addresses of all parameters, again if any has changed."""
@@ -179,39 +201,40 @@ class LayerProgram(attention.LaneAttention):
         if addresses == self._addresses:
             return
         self._addresses = addresses
-        of_rank = self._shard.rows(self._model.config)._asdict()
+        of_rank = self._of_rank._asdict()
         for name, (at, word) in _PARAMETERS.items():
             mine = of_rank.get(name.removesuffix("_bias"), slice(None))
             parameters = [getattr(layer, name) for layer in layers]
             self._rows[:, at, word] = [0 if p is None else p[mine].data_ptr() for p in parameters]
 
     def _place_activations(self, x_TD: Tensor, passed: _Passed, threads: int) -> tuple[Tensor, ...]:
-        """Allocate what is private; returns it, to be kept until the layers have run."""
+        """Where the projections read and write; returns what is allocated for them, to be kept until they have run."""
         c, rows, tokens, itemsize = self._model.config, self._rows, len(x_TD), x_TD.itemsize
         per_thread = linear.scratch_words(tokens, c.hidden_size, itemsize, c.mlp_block)
-        qkv = torch.empty(tokens, int(rows[0, _QKV, linear.N]), dtype=x_TD.dtype)
-        normed = torch.empty(tokens, c.hidden_size, dtype=x_TD.dtype)
         scratch = torch.empty(threads * per_thread, dtype=x_TD.dtype)
-        o, y, h, x = (part.data_ptr() for part in passed)
-        hidden, mlp = self._shard.hidden[0] * itemsize, self._shard.mlp_columns(c)[0] * itemsize
-        rows[:, _QKV, [linear.M, linear.X, linear.NORMED, linear.OUT]] = tokens, x, normed.data_ptr(), qkv.data_ptr()
+        normed = torch.empty(tokens, c.hidden_size, dtype=x_TD.dtype)
+        a_normed, a_in = normed.data_ptr(), x_TD.data_ptr()
+        qkv, o, y, h, x = (part.data_ptr() for part in passed)
+        at_qkv = self._of_rank.qkv.start * itemsize if self._shares_qkv else 0
+        at_hidden, at_mlp = self._shard.hidden[0] * itemsize, self._shard.mlp_columns(c)[0] * itemsize
+        rows[:, _QKV, [linear.M, linear.X, linear.NORMED, linear.OUT]] = tokens, x, a_normed, qkv + at_qkv
         plain = [linear.M, linear.X, linear.NORMED, linear.RESIDUAL, linear.OUT]
-        rows[:, _O, plain] = tokens, o, o, x + hidden, y + hidden
+        rows[:, _O, plain] = tokens, o, o, x + at_hidden, y + at_hidden
         gated = [linear.M, linear.X, linear.NORMED, linear.OUT, linear.SCRATCH]
-        rows[:, _GATE_UP, gated] = tokens, y, normed.data_ptr(), h + mlp, scratch.data_ptr()
-        rows[:, _DOWN, plain] = tokens, h, h, y + hidden, x + hidden
-        rows[0, _QKV, linear.X], rows[0, _O, linear.RESIDUAL] = x_TD.data_ptr(), x_TD.data_ptr() + hidden
-        self._rows[:, [_WRITE, _ATTEND], attention.QKV] = qkv.data_ptr()
-        return qkv, normed, scratch
+        rows[:, _GATE_UP, gated] = tokens, y, a_normed, h + at_mlp, scratch.data_ptr()
+        rows[:, _DOWN, plain] = tokens, h, h, y + at_hidden, x + at_hidden
+        rows[0, _QKV, linear.X], rows[0, _O, linear.RESIDUAL] = a_in, a_in + at_hidden
+        return normed, scratch
 
-    def _place_attention(self, o_TQ: Tensor) -> None:
-        announced, attend = self.announced(), self._rows[:, _ATTEND]
-        qkv = attend[:, attention.QKV].copy()
+    def _place_attention(self, passed: _Passed) -> None:
+        c, announced, attend = self._model.config, self.announced(), self._rows[:, _ATTEND]
         attend[:, : attention.Q_NORM] = announced[: attention.Q_NORM]
         attend[:, attention.K_NORM + 1 : attention.WORDS] = announced[attention.K_NORM + 1 :]
-        attend[:, attention.LAYER], attend[:, attention.QKV] = np.arange(len(attend)), qkv
-        attend[:, attention.OUT] = o_TQ[:, self._shard.query_columns(self._model.config)[0] :].data_ptr()
-        attend[:, attention.OUT_STRIDE] = o_TQ.stride(0)
+        attend[:, attention.LAYER] = np.arange(len(attend))
+        first = self._shard.rows(c).qkv.start if self._shares_qkv else 0
+        attend[:, attention.QKV] = passed.qkv.data_ptr() + first * passed.qkv.itemsize
+        attend[:, attention.OUT] = passed.o.data_ptr() + self._shard.query_columns(c)[0] * passed.o.itemsize
+        attend[:, attention.QKV_STRIDE], attend[:, attention.OUT_STRIDE] = passed.qkv.stride(0), passed.o.stride(0)
         attend[:, attention.ATTEND] = 1
         write = self._rows[:, _WRITE]
         write[:] = attend

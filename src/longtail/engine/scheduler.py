@@ -29,7 +29,10 @@ FRESH = -1
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """A request in flight. ``prompt_row`` holds the prefilled prompt while samples wait for lanes."""
+    """A request in flight. ``prompt_row`` holds the prefilled prompt while samples wait for lanes.
+
+    ``slots`` are those of its samples that have begun, have not ended, and are here: others may be with other engines.
+    """
 
     request: Request
     number: int
@@ -228,10 +231,11 @@ class Scheduler:
         group = waiting.group
         if waiting.slot == FRESH:
             return 0
-        if group.prompt_row != NO_ROW:
+        if group.prompt_row != NO_ROW and self._length(waiting) == group.prompt_len:
             return group.prompt_len
-        if self._donor(group) is None:
+        if group.prompt_row == NO_ROW and self._donor(group) is None:
             return 0
+        # Whoever has more to compute would write into the prompt's last block, which others share.
         return group.prompt_len // self.lanes.block_tokens * self.lanes.block_tokens
 
     def _donor(self, group: Group) -> int | None:
@@ -265,9 +269,12 @@ class Scheduler:
     def _share(self, group: Group, tokens: int) -> int:
         """A row that starts with ``tokens`` shared positions; the last sample to start takes the prompt's own."""
         if group.prompt_row != NO_ROW:
-            if group.waiting:
-                return self.lanes.fork(group.prompt_row, tokens)
-            row, group.prompt_row = group.prompt_row, NO_ROW
+            if not group.waiting and tokens == group.prompt_len:
+                row, group.prompt_row = group.prompt_row, NO_ROW
+                return row
+            row = self.lanes.fork(group.prompt_row, tokens)
+            if not group.waiting:
+                self._drop_prompt(group)
             return row
         donor = self._donor(group)
         return self.lanes.open() if donor is None else self.lanes.fork(donor, tokens)

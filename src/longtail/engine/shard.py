@@ -16,8 +16,8 @@ from longtail.core.errors import ModelError
 from longtail.engine.config import ModelConfig
 from longtail.engine.sampling import BLOCK
 
-HIDDEN_UNIT = 16
-"""Hidden columns are dealt in multiples of this, so that no two ranks write to one cache line."""
+CACHE_LINE = 16
+"""Columns are dealt in multiples of this, so that no two ranks write to one cache line (of float32)."""
 
 Bounds = tuple[int, int]
 """First, and one past the last."""
@@ -76,9 +76,9 @@ def shards_of(config: ModelConfig, size: int) -> list[Shard]:
             f"a KV head cannot be split, so use a degree of {config.kv_heads} or less"
         )
     heads = head_bounds(config.kv_heads, size)
-    hidden = _cut(config.hidden_size, HIDDEN_UNIT, size)
+    hidden = cut(config.hidden_size, CACHE_LINE, size)
     mlp = _halve(0, config.intermediate_size // config.mlp_block, size)
-    vocab = _cut(config.vocab_size, BLOCK, size)
+    vocab = cut(config.vocab_size, BLOCK, size)
     return [Shard(rank, size, heads[rank], hidden[rank], mlp[rank], vocab[rank]) for rank in range(size)]
 
 
@@ -87,8 +87,8 @@ def head_bounds(kv_heads: int, size: int) -> list[Bounds]:
     return _halve(0, kv_heads, size)
 
 
-def _cut(total: int, unit: int, size: int) -> list[Bounds]:
-    """``total`` in whole units; the last one may be shorter."""
+def cut(total: int, unit: int, size: int) -> list[Bounds]:
+    """``total`` in whole units, of which the last may be shorter; parts may be empty."""
     return [(min(a * unit, total), min(b * unit, total)) for a, b in _halve(0, -(-total // unit), size)]
 
 

@@ -80,7 +80,9 @@ def plan_switch(
     Every rank is in one source group; one that is in no target group gives everything away. Raises
     :class:`longtail.core.errors.Diverged` if ranks of a source group do not have the same sequences.
     """
-    kv_heads = cargos[0].kv_heads
+    kv_heads, members = cargos[0].kv_heads, [rank for ranks in target for rank in ranks]
+    if len(set(members)) < len(members):
+        raise ValueError(f"a rank can go on in one group only, not as in {target}")
     widest = max(len(ranks) for ranks in target)
     if widest > kv_heads:
         return Refusal(f"{widest} ranks cannot share {kv_heads} KV heads: each needs one at least")
@@ -167,14 +169,13 @@ def _wish(share: Share, room: Room, costs: SwitchCosts, how: How) -> Wish:
         return _NOTHING
     # Common columns are the prompt's: all that stay need them, and whoever is computed again can start from them.
     common = np.bincount(np.concatenate(rows)) > 1
-    common_tokens = group.prompt_len // room.block_tokens * room.block_tokens if len(rows) > 1 else 0
+    whole = room.whole_blocks(group.prompt_len) if len(rows) > 1 else 0
+    common_tokens = whole
     if group.prompt is not None:
         common[group.prompt], common_tokens = True, group.prompt_len
     column_s = travel_bytes * costs.per_byte_s
     move_s = {s: column_s * int((~common[lane]).sum()) for s, lane in lanes.items()}
-    compute_s = {
-        s.sample: costs.per_token_s * (group.length(s) - common_tokens) for s in group.samples if s.sample in lanes
-    }
+    compute_s = {s.sample: costs.per_token_s * (group.length(s) - whole) for s in group.samples if s.sample in lanes}
     moved = frozenset(s for s in lanes if move_s[s] <= compute_s[s])
     gain_s = (
         costs.per_token_s * common_tokens

@@ -44,6 +44,8 @@ class Rollout:
             raise ValueError("of, context, lanes, compute and the rows of remaining must have one entry per sequence")
         if n and (self.remaining.min(initial=1) < 1 or self.of.min() < 0 or self.of.max() >= len(self.groups)):
             raise ValueError("each sequence must have a token to come, and be in one of the groups")
+        if min(self.slots.values(), default=0) < 1:
+            raise ValueError("a group of each degree must have a slot")
 
 
 class Costs:

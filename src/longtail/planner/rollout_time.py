@@ -135,6 +135,7 @@ def switch_times(
                 end_s[row, k], begin_s[row, k], switch_s[row, k] = _fork(
                     at_s, time, group, seq, scratch, order[k], sequences, prices, others, switch
                 )
+                end_s[row, k] = max(end_s[row, k], stay_s[k])  # of those that have ended
             elif entered == NOBODY:
                 alive -= _pass(time, group, seq, g)
                 time_s = soon_s
@@ -189,13 +190,9 @@ def _fork(at_s, time, group, seq, scratch, order, sequences, prices, others, swi
     before, behind = tokens.shape
     begin_s, alive, fits = 0.0, 0, True
     for g in range(before):
-        at[g] = group[g, STEP]
-        if group[g, RUNNING]:
-            steps = _steps_until(time, group, seq, step_s, context_s, g, at_s)
-            at[g] += steps
-            begin_s = max(begin_s, _time_s(time, group, step_s, context_s, g, steps))
-        elif group[g, WAITING]:
-            begin_s = max(begin_s, time[g, CLOCK])
+        steps = _steps_until(time, group, seq, step_s, context_s, g, at_s) if group[g, RUNNING] else 0
+        at[g] = group[g, STEP] + steps
+        begin_s = max(begin_s, _time_s(time, group, step_s, context_s, g, steps))
         if group[g, WAITING]:
             alive += group[g, WAITING]
             fits = False

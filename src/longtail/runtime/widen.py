@@ -398,7 +398,7 @@ class StepWiden:
                     numbers.append(number)
                     generated.append(own)
                     context.append(prompt + own)
-                    lanes.append(0 if own == 0 else own - 1 + prompt * first)
+                    lanes.append(0 if own == 0 else max(1, own - 1 + prompt * first))
                     compute.append(prompt if own == 0 and first else 0)
                     first = False
         if not numbers or len(numbers) != known.live:
