@@ -50,6 +50,10 @@ class Engines:
         options = self._options
         return make_engine(self._model, blocks=4000, max_running=options.max_running, chunk_tokens=options.chunk_tokens)
 
+    @property
+    def block_bytes(self) -> int:
+        return self._engines[self.layout[0]].lanes.store.block_bytes
+
     def run(self, until: float) -> None:
         """All quanta that begin before then."""
         for group, engine in self._engines.items():
@@ -119,19 +123,23 @@ def test_after_any_switches_every_sample_ends_when_real_engines_with_these_step_
     real, driven = Engines(requests, job), Driven(4, pipelines={"p": job}, costs=UNWEIGHED)
     for worker, row in enumerate(requests):
         driven.generate(worker, *row)
-    at, recomputed = 0.0, {}
+    at, told = 0.0, {}
     for groups, wait in zip(layouts, waits, strict=True):
         at += wait / 100 + 1.23456789e-5  # not the very moment at which a quantum ends
         driven.until(at)
         before = real.layout
         plan = real.switch(at, groups, how=how, prices=Prices(per_byte_s=1e-12, per_token_s=per_token_s))
         lease = driven.switch(before, groups, how=how, per_byte_s=1e-12, per_token_s=per_token_s)
-        recomputed |= {(worker, lease.lease_id): plan.recomputed_tokens for worker in range(4)}
+        blocks = [count // real.block_bytes for count in plan.received_bytes]
+        told |= {(worker, lease.lease_id): (blocks[worker], plan.recomputed_tokens) for worker in range(4)}
     real.run(np.inf)
     driven.run()
     assert driven.ends() == pytest.approx(real.ends, rel=1e-9)
     assert len(real.ends) == sum(r.samples for row in requests for r in row)
-    assert {(r.worker, r.lease_id): r.recomputed_tokens for r in driven.all(Switched)} == recomputed
+    assert {
+        (r.worker, r.lease_id): (r.moved_bytes // (16 * COSTS.kv_bytes), r.recomputed_tokens)
+        for r in driven.all(Switched)
+    } == told
 
 
 # By hand

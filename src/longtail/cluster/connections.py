@@ -5,6 +5,7 @@ One store per generation is where all meet; whatever is made belongs to that gen
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import uuid
 from datetime import timedelta
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from longtail.core.comm import Communicator
-from longtail.core.errors import PeerLost
+from longtail.core.errors import CapacityError, PeerLost
+from longtail.engine import shm
 from longtail.engine.comm import LocalCommunicator, ProcessGroupCommunicator
 from longtail.engine.shm import ShmCommunicator
 
@@ -58,6 +60,8 @@ class Connections:
             self._hosts = [store.get(f"host/{w}").decode() for w in range(world)]
         except (RuntimeError, dist.DistError) as error:
             raise PeerLost(f"worker {worker} lost the meeting point: {str(error).splitlines()[0]}") from error
+        if self._kind in ("auto", "shm") and device.type == "cpu" and sys.platform == "linux":
+            shm.prepare()  # not when a group is already waiting for it
 
     def group(self, workers: tuple[int, ...]) -> Communicator:
         """That of ``workers``, made at the first call; all of them must call.
@@ -79,6 +83,8 @@ class Connections:
         name = f"group-{'-'.join(map(str, workers))}"
         rank, size = workers.index(self._worker), len(workers)
         if self.kind_of(workers) == "shm":
+            if len({self._hosts[w] for w in workers}) > 1:
+                raise CapacityError("communicator = shm needs workers that share a machine: use auto or gloo")
             path = Path(tempfile.gettempdir()) / f"longtail-{self._token[:16]}-{name}"
             return ShmCommunicator(path, rank=rank, size=size, timeout=self._timeout)
         return self._process_group(name, rank, size)
@@ -89,7 +95,8 @@ class Connections:
             return self._kind
         if self._device.type == "cuda":
             return "nccl"
-        return "shm" if len({self._hosts[w] for w in workers}) == 1 else "gloo"
+        together = len({self._hosts[w] for w in workers}) == 1
+        return "shm" if together and sys.platform == "linux" else "gloo"
 
     def _process_group(self, name: str, rank: int, size: int) -> Communicator:
         assert self._store is not None

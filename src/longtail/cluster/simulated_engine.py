@@ -57,11 +57,11 @@ class _Group:
 
     def shared(self, sample: int) -> int:
         """Leading positions that lanes of the group hold already."""
-        if sample == PROMPT:
+        if sample == PROMPT or not (self.kept or self.running):
             return 0
-        if self.kept:
+        if self.kept and self.generated[sample] == 1:
             return self.prompt_len
-        return self.prompt_len // BLOCK_TOKENS * BLOCK_TOKENS if self.running else 0
+        return self.prompt_len // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 class _Waiting(NamedTuple):

@@ -169,8 +169,9 @@ class RopeTable:
             # Positions and angles as transformers computes them: float32 products, whatever the model's dtype.
             with torch.inference_mode(False):  # the sampler may be first to ask, and the trainer differentiates
                 angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._inv_freq)
-                self.cos = (angles.cos() * self._scale).to(self._device, self._dtype)
+                # Sines first: who asks from another thread looks at the cosines.
                 self.sin = (angles.sin() * self._scale).to(self._device, self._dtype)
+                self.cos = (angles.cos() * self._scale).to(self._device, self._dtype)
         return self.cos, self.sin
 
 

@@ -110,7 +110,7 @@ class ShmCommunicator:
         self._peers: Peers | None = None
         self._path = Path(path).absolute()
         self._round = 0
-        _compile()
+        prepare()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._peers = meet(self._path, rank=rank, size=size, timeout_s=self._timeout_s)
         try:
@@ -329,7 +329,7 @@ def _sum(parts: Sequence[np.ndarray], dtype: torch.dtype) -> np.ndarray:
 
 
 @functools.cache
-def _compile() -> None:
+def prepare() -> None:
     """Before peers wait for each other; one after the other only where there is something to compile."""
     alone = np.zeros(STRIDE, np.int64)
     with contextlib.nullcontext() if compiled_before("barrier") else one_process():
