@@ -92,6 +92,19 @@ def pipeline(**changes) -> Pipeline:
     return Pipeline.model_validate(values)
 
 
+@dataclass
+class Known:
+    """Tables of which one is known (None: none, until one is measured)."""
+
+    table: CostTable | None
+
+    def find(self) -> CostTable | None:
+        return self.table
+
+    def keep(self, table: CostTable) -> None:
+        self.table = table
+
+
 def simulate(
     jobs: dict[str, Pipeline],
     lengths: Sequence[Sequence[int]],
@@ -116,7 +129,7 @@ def simulate(
     plans = [
         PipelinePlan(
             name=name, config=job, model_folder=folder, folder=folder / name, kv_blocks=1, task=Rows(lengths),
-            tokenizer=Letters(), ranker=ranker, kv_heads=costs(0, name).kv_heads, table=table,
+            tokenizer=Letters(), ranker=ranker, kv_heads=costs(0, name).kv_heads, tables=Known(table),
         )
         for name, job in jobs.items()
     ]  # fmt: skip

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from longtail.cluster.protocol import Cluster
@@ -17,7 +16,7 @@ from longtail.core.config import Jobs
 from longtail.core.errors import ConfigError
 from longtail.core.events import Note, RunEnded, RunStarted, Sink
 from longtail.costs import store
-from longtail.costs.table import CostTable
+from longtail.costs.table import CostTable, TableKey
 from longtail.engine.engine import compile_kernels, kernels_are_compiled
 from longtail.engine.model import DTYPES
 from longtail.observe.fanout import FanOut
@@ -165,7 +164,7 @@ def _plans(
     checked: CheckedJobs, job_file: JobFile, folder: Path, rewards: RewardPool, *, tell: Callable[[str], None]
 ) -> list[PipelinePlan]:
     base = job_file.base
-    tables = costs_folder(job_file)
+    shared: dict[TableKey, CostTable] = {}
     plans = []
     for name, found in checked.pipelines.items():
         config = job_file.jobs.pipelines[name]
@@ -190,8 +189,7 @@ def _plans(
                 kv_tokens=found.kv_blocks // found.model.kv_heads * BLOCK_TOKENS,
                 ranker=found.ranker,
                 kv_heads=found.model.kv_heads,
-                table=_table(checked, job_file, name, tables, tell=tell),
-                keep_table=partial(_keep_table, tables, tell=tell),
+                tables=_tables(checked, job_file, name, shared, tell),
             )
         )
     return plans
@@ -204,10 +202,35 @@ def costs_folder(job_file: JobFile) -> Path:
     return job_file.base / job_file.jobs.costs if job_file.jobs.costs else default_folder()
 
 
-def _table(
-    checked: CheckedJobs, job_file: JobFile, name: str, folder: Path, *, tell: Callable[[str], None]
-) -> CostTable | None:
-    """What the work of a pipeline costs here, if that was measured before. Of a cluster's machines nothing is known."""
+class KeptTables:
+    """The cost tables of a folder, as the pipelines of one run share them; one for each key."""
+
+    def __init__(
+        self, folder: Path, key: TableKey, shared: dict[TableKey, CostTable], tell: Callable[[str], None]
+    ) -> None:
+        self._folder, self._key, self._shared, self._tell = folder, key, shared, tell
+
+    def find(self) -> CostTable | None:
+        if self._key not in self._shared:
+            found = store.find(self._folder, self._key)
+            for warning in found.warnings:
+                self._tell(warning)
+            if found.table is not None:
+                self._shared[self._key] = found.table
+        return self._shared.get(self._key)
+
+    def keep(self, table: CostTable) -> None:
+        self._shared[self._key] = table
+        try:
+            store.save(self._folder, table)
+        except ConfigError as error:  # the run has it all the same
+            self._tell(str(error))
+
+
+def _tables(
+    checked: CheckedJobs, job_file: JobFile, name: str, shared: dict[TableKey, CostTable], tell: Callable[[str], None]
+) -> KeptTables | None:
+    """What the work of a pipeline costs here; None where it does not matter, or the machines are not known."""
     from longtail.cluster.measure_key import cpu_name, table_key
 
     jobs, found = job_file.jobs, checked.pipelines[name]
@@ -221,17 +244,7 @@ def _table(
         threads=checked.threads_per_worker,
         communicator="shm" if jobs.communicator == "auto" else jobs.communicator,
     )
-    found_table = store.find(folder, key)
-    for warning in found_table.warnings:
-        tell(warning)
-    return found_table.table
-
-
-def _keep_table(folder: Path, table: CostTable, *, tell: Callable[[str], None]) -> None:
-    try:
-        store.save(folder, table)
-    except ConfigError as error:  # the run has it all the same
-        tell(str(error))
+    return KeptTables(costs_folder(job_file), key, shared, tell)
 
 
 def _compare_with_earlier(folder: Path, job_file: JobFile) -> tuple[list[str], bool]:

@@ -98,3 +98,22 @@ def test_every_rank_of_a_group_gets_the_bits_of_one_by_one(dtype, shape, size, t
             assert all(torch.equal(ours, whole) for ours, whole in zip(results, expected, strict=True))
     finally:
         torch.set_num_threads(before)
+
+
+def test_programs_of_two_models_take_turns_in_the_same_memory(tmp_path):
+    """Their buffers lie at different places of it, and a rank that is ahead overwrites nothing that others still read."""
+    models = [random_model(seed=0), random_model(seed=1, hidden_size=96, intermediate_size=64, kv_heads=3, heads=3)]
+    batches = [([at, at, at], [1, 1, 1]) for at in range(40)]
+    alone = [pair(model)[1] for model in models]
+    expected = [[one_by_one(*batch) for one_by_one in alone] for batch in batches]
+
+    def work(comm):
+        runners = []
+        for model in models:
+            heads = range(*shard_of(model.config, comm.rank, 2).heads)
+            runners.append(Runner(model, lambda pool, model=model: LayerProgram(model, pool, comm=comm, rows=3), heads))
+        return [[runner(*batch) for runner in runners] for batch in batches]
+
+    for results in in_group(work, 2, tmp_path):
+        for ours, whole in zip(results, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, whole, strict=True))

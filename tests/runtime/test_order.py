@@ -102,7 +102,7 @@ def test_each_step_tells_where_its_lengths_come_from_and_what_it_gains(tmp_path)
     assert all(move.predicted_gain_s >= 0 for move in (second, third))
     assert all(move.workers == [0, 1] for move in (first, second, third))
     oracle = simulate({"a": job(rollout__order="oracle")}, lengths, tmp_path / "oracle")
-    assert moves(oracle)[1].reason == "longest first; lengths are given"
+    assert moves(oracle)[1].reason.endswith("first; lengths are given")
 
 
 def test_a_ranker_that_fails_is_told_once_and_stops_nothing(tmp_path):

@@ -45,7 +45,7 @@ class Bench:
             {"model": "tiny", "task": "collatz", "algorithm": {"group_size": 2}, "rollout": rollout}
         )
         self.widen = StepWiden(
-            SimpleNamespace(name="a", config=config, kv_heads=4, table=self.costs, keep_table=None),
+            SimpleNamespace(name="a", config=config, kv_heads=4, tables=SimpleNamespace(find=lambda: self.costs)),
             workers=self.workers,
             send=lambda worker, command: self.sent.append((worker, command)),
             emit=self.events.append,

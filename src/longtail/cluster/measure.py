@@ -147,7 +147,7 @@ class _Profile:
         self, tenant: Tenant, connections: Connections, world: int, degrees: Sequence[int], effort: _Effort, tell: Tell
     ) -> None:
         self.tenant, self.connections, self.effort = tenant, connections, effort
-        self.model, self.store, self.rollout = tenant.model, tenant.store, tenant._rollout
+        self.model, self.store, self.rollout = tenant.model, tenant.store, tenant.rollout
         self.together = Together(connections.world)
         self.degrees = sorted({1, *(d for d in degrees if 1 <= d <= min(world, self.model.config.kv_heads))})
         self.left_out: dict[int, str] = {}

@@ -72,6 +72,6 @@ def processor_of(device: torch.device) -> str:
 @functools.cache
 def _kernels() -> str:
     digest = hashlib.blake2b(digest_size=4)
-    for name in jit._SOURCES:
+    for name in jit.SOURCES:
         digest.update(Path(jit.__file__).with_name(f"{name}.py").read_bytes())
     return digest.hexdigest()

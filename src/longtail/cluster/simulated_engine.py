@@ -37,7 +37,9 @@ class Response(NamedTuple):
 class _Group:
     """A request in flight. ``generated`` has the samples that are here and have not ended, each with its tokens so far
     (of one that runs: when it began to); it is empty until the prompt is prefilled. ``waiting`` and ``running`` count
-    samples; ``kept``: the prompt's own lanes are kept for those that wait."""
+    samples; ``kept``: the prompt's own lanes are kept for those that wait; samples that were ``recomputed`` have the
+    prompt's last block for themselves.
+    """
 
     request: Request
     number: int
@@ -46,6 +48,7 @@ class _Group:
     waiting: int = 0
     running: int = 0
     kept: bool = False
+    recomputed: set[int] = field(default_factory=set)
 
     @property
     def prompt_len(self) -> int:
@@ -262,6 +265,7 @@ class SimulatedEngine:
             self._fills.remove(fill)
             group = fill.group
             if fill.sample != PROMPT:
+                group.recomputed.add(fill.sample)
                 self._run(group, fill.number, fill.sample)
                 continue
             for sample, length in enumerate(group.response.lengths):
@@ -323,7 +327,7 @@ class SimulatedEngine:
             last = running.get((group.number, sample))
             tokens = so_far if last is None else group.response.lengths[sample] - (last - self._decoded)
             lanes = held
-            if tokens > 1:
+            if tokens > 1 or sample in group.recomputed:
                 lanes = np.concatenate([whole, columns.take(_blocks(group.prompt_len + tokens - 1) - len(whole))])
             return CargoSample(
                 sample=sample,

@@ -13,6 +13,7 @@ import torch
 
 from longtail.cluster.connections import Connections
 from longtail.cluster.group import Group
+from longtail.cluster.measure_progress import Profiling
 from longtail.cluster.messages import (
     Alive,
     Generate,
@@ -106,7 +107,7 @@ class Tenant:
             checkpoint.load_optimizer(self.trainer, Path(command.optimizer))
         self.model = model
         self.store = BlockStore(model.config, blocks=command.kv_blocks, dtype=dtype, device=device)
-        self._rollout = config.rollout
+        self.rollout = config.rollout
         self._started: dict[str, float] = {}
         self._batches: deque = deque()
         self._training: TrainBatches | None = None
@@ -122,8 +123,8 @@ class Tenant:
             self.model,
             lanes,
             detokenize=self.tokenizer.decode,
-            max_running=self._rollout.max_running,
-            chunk_tokens=self._rollout.chunk_tokens,
+            max_running=self.rollout.max_running,
+            chunk_tokens=self.rollout.chunk_tokens,
             comm=comm,
         )
 
@@ -275,19 +276,24 @@ class Tenant:
         report = Saved(worker=self.worker, pipeline=self.name, attempt=self.attempt, step=command.step, bytes=written)
         return Quantum(SubStage.CHECKPOINT, command.step, 0, 0, [report])
 
-    def profile(self, command: Profile, connections: Connections) -> Quantum:
-        """Measure what work costs, together with the other members of the lease. Raises ``PeerLost``."""
+    def profile(self, command: Profile, connections: Connections, put: Callable[[list[Report]], None]) -> Quantum:
+        """Measure what work costs, together with the other members of the lease; the first one lets the controller
+        know through ``put`` how far it is. Raises ``PeerLost``."""
         from longtail.cluster.measure import measure
 
-        self.lease_id = command.lease.lease_id
-        table = measure(self, connections, world=len(command.lease.workers), degrees=command.degrees, fine=command.fine)
+        lease = command.lease
+
+        def tell(what: str, share: float) -> None:
+            if self.worker == lease.workers[0]:
+                put([Profiling(worker=self.worker, pipeline=self.name, attempt=self.attempt, what=what, share=share)])
+
+        self.lease_id = lease.lease_id
+        table = measure(
+            self, connections, world=len(lease.workers), degrees=command.degrees, fine=command.fine, tell=tell
+        )
         self.lease_id = None
         report = Profiled(
-            worker=self.worker,
-            pipeline=self.name,
-            attempt=self.attempt,
-            lease_id=command.lease.lease_id,
-            table=table,
+            worker=self.worker, pipeline=self.name, attempt=self.attempt, lease_id=lease.lease_id, table=table
         )
         return Quantum(SubStage.PROFILE, self.step, 0, 0, [report])
 

@@ -228,7 +228,10 @@ class Worker:
             case Switch():
                 self._guarded(tenant, lambda: self._switch(tenant, command))
             case Profile():
-                self._guarded(tenant, lambda: self._quantum(tenant, lambda: tenant.profile(command, self._connected())))
+                self._guarded(
+                    tenant,
+                    lambda: self._quantum(tenant, lambda: tenant.profile(command, self._connected(), self.outbox.put)),
+                )
             case TrainBatches():
                 tenant.train(command)
             case Save():

@@ -17,7 +17,7 @@ import torch
 from longtail.core.comm import Communicator
 from longtail.core.errors import CapacityError, ModelError, RequestError
 from longtail.core.types import Completion, Emitted, FinishReason, Request, SamplingParams, SubStage
-from longtail.engine import attention, jit, linear, program, sampling, sharded_sampling
+from longtail.engine import attention, jit, linear, program, sampling, sharded_sampling, shm
 from longtail.engine.attention import LaneAttention
 from longtail.engine.attention_torch import TorchLaneAttention
 from longtail.engine.cargo import Cargo, CargoGroup, lanes_of, pack
@@ -444,6 +444,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
     if dtype in (torch.float32, torch.float64):
         for module in (linear, program, sampling, sharded_sampling):
             module.compiled(dtype)
+        shm.prepare()
         jit.note_compiled(str(dtype))
 
 

@@ -18,13 +18,13 @@ import numba
 
 from longtail.engine.models import cache_dir
 
-_SOURCES = ("attention", "jit", "lanes", "linear", "program", "sampling", "sharded_sampling", "shm", "simd", "team")
+SOURCES = ("attention", "jit", "lanes", "linear", "program", "sampling", "sharded_sampling", "shm", "simd", "team")
 
 
 @functools.cache
 def _cache_folder() -> Path:
     source = hashlib.blake2b(digest_size=8)
-    for name in _SOURCES:
+    for name in SOURCES:
         source.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     folder = Path(numba.config.CACHE_DIR or cache_dir()) / f"kernels-{source.hexdigest()}"
     folder.mkdir(parents=True, exist_ok=True)

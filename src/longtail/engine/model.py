@@ -3,9 +3,9 @@
 Shape suffixes: T tokens of a flat (unpadded) batch, D hidden size, V vocabulary, G KV heads, R query heads per KV
 head, H head dimension, E = G * (R + 2) * H rows of the fused QKV projection, F MLP intermediate size.
 
-Weights are fused so that a tensor-parallel shard of any set of KV heads is a *view* (design: widening moves no
-weights): QKV rows come per KV head as ``[R query heads | k | v]``, gate and up rows in matching blocks of
-``config.mlp_block`` as ``[gate block 0 | up block 0 | gate block 1 | ...]``; ``o`` and ``down`` shard by columns.
+Weights are fused so that a tensor-parallel shard of any run of KV heads is a *view*, and widening moves no weights: QKV
+rows come per KV head as ``[R query heads | k | v]``, gate and up rows in matching blocks of ``config.mlp_block`` as
+``[gate block 0 | up block 0 | gate block 1 | ...]``; every projection shards by its rows (``engine/shard.py``).
 
 What attention *is* belongs to the caller: the sampler passes one that reads and writes KV lanes, the trainer one
 that runs over whole groups with gradients. Both apply QK-norm and RoPE themselves, from :class:`RopeTable`. In
@@ -153,26 +153,28 @@ def swiglu(gu_T2F: Tensor, block: int) -> Tensor:
 class RopeTable:
     """Cosines and sines by position, grown on demand, in the model's dtype.
 
-    ``cos``/``sin`` are ``[positions, head_dim / 2]`` with the attention scaling factor (YaRN) already applied;
-    the rotation pairs dimension i with i + head_dim / 2, as Hugging Face checkpoints expect.
+    Both are ``[positions, head_dim / 2]`` with the attention scaling factor (YaRN) already applied; the rotation pairs
+    dimension i with i + head_dim / 2, as Hugging Face checkpoints expect. Threads may share a table.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self._inv_freq, self._scale = inverse_frequencies(config)
         self._dtype, self._device = dtype, device
-        self.cos = self.sin = torch.empty(0, config.head_dim // 2, dtype=dtype, device=device)
+        empty = torch.empty(0, config.head_dim // 2, dtype=dtype, device=device)
+        self._tables = empty, empty
 
     def upto(self, positions: int) -> tuple[Tensor, Tensor]:
         """Tables that cover positions ``0 .. positions - 1`` (possibly more rows)."""
-        if positions > len(self.cos):
+        tables = self._tables
+        if positions > len(tables[0]):
             rows = max(256, 1 << (positions - 1).bit_length())
             # Positions and angles as transformers computes them: float32 products, whatever the model's dtype.
             with torch.inference_mode(False):  # the sampler may be first to ask, and the trainer differentiates
                 angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._inv_freq)
-                # Sines first: who asks from another thread looks at the cosines.
-                self.sin = (angles.sin() * self._scale).to(self._device, self._dtype)
-                self.cos = (angles.cos() * self._scale).to(self._device, self._dtype)
-        return self.cos, self.sin
+                cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+                tables = cos.to(self._device, self._dtype), sin.to(self._device, self._dtype)
+            self._tables = tables
+        return tables
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

@@ -15,10 +15,10 @@ shared memory, and a fifth barrier stands before attention.
 
 The barrier before each reader of other ranks' columns keeps reads behind writes. The same barriers also keep a buffer's
 next write behind its last reads: every rank reads o, y, h (and qkv) before the barrier that follows, and they are
-written again a layer later; x is read by the next layer's first kernel (after the last layer: by the final norm) and
-written again three barriers later. So a rank that passes the last barrier before it writes knows that all have read.
-Residuals are read by their own writer alone. Layer 0 reads the embeddings, which are private, so no step begins with a
-barrier.
+written again a layer later; x is read by the next layer's first kernel and written again three barriers later. So a
+rank that passes the last barrier before it writes knows that all have read. Residuals are read by their own writer
+alone. After the last layer x is read by the final norm, and what is written next may be another program's in the same
+memory (``ShmCommunicator.scratch``): therefore a program begins with a barrier, too.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ _BLOCK = 40
 """Words of a row: at least those of every kernel."""
 _KIND = _BLOCK - 1
 _LINEAR, _ATTENTION, _BARRIER = 0, 1, 2
-(_QKV, _MEET_QKV, _WRITE, _ATTEND, _MEET_O, _O, _MEET_Y, _GATE_UP, _MEET_H, _DOWN, _MEET_X) = range(11)
-"""Rows of a layer; ``_WRITE`` only has work where a chunk's keys must be in place before its queries."""
-_MEETINGS = (_MEET_QKV, _MEET_O, _MEET_Y, _MEET_H, _MEET_X)
+(_MEET, _QKV, _MEET_QKV, _WRITE, _ATTEND, _MEET_O, _O, _MEET_Y, _GATE_UP, _MEET_H, _DOWN, _MEET_X) = range(12)
+"""Rows of a layer; ``_WRITE`` only has work where a chunk's keys must be in place before its queries, and a barrier of
+one rank is none."""
+_MEETINGS = (_MEET, _MEET_QKV, _MEET_O, _MEET_Y, _MEET_H, _MEET_X)
 _ARRIVED = 3
 (_CONTROL, _RANK, _SIZE) = range(5, 8)
 """Words of a barrier, after those of every kernel."""
@@ -112,7 +113,7 @@ class LayerProgram(attention.LaneAttention):
         if self._shares_qkv:
             even = cut(c.kv_heads * c.qkv_rows_per_kv, CACHE_LINE, size)
             self._of_rank = self._of_rank._replace(qkv=slice(*even[rank]))
-        self._rows = np.zeros((c.layers, 11, _BLOCK), np.int64)
+        self._rows = np.zeros((c.layers, 12, _BLOCK), np.int64)
         self._addresses: list[int] = []
         self._shared: list[Tensor] = []
         """What is shared of ``_Passed``, in the order of its fields, for as many tokens as there may be."""
@@ -147,10 +148,10 @@ class LayerProgram(attention.LaneAttention):
             kernel.run(header, threads)
 
     def _share(self, tokens: int) -> None:
-        """Allocate shared memory for batches of so many tokens."""
+        """Shared memory for batches of so many tokens; no other engine works while this one does."""
         assert self._comm is not None
         dtype, widths = self._model.dtype, self._widths()[not self._shares_qkv :]
-        memory = self._comm.allocate(tokens * sum(widths) * dtype.itemsize).view(dtype)
+        memory = self._comm.scratch(tokens * sum(widths) * dtype.itemsize).view(dtype)
         parts = memory.split([tokens * width for width in widths])
         self._shared = [part.view(tokens, width) for part, width in zip(parts, widths, strict=True)]
 
@@ -190,9 +191,11 @@ class LayerProgram(attention.LaneAttention):
         rows[:, _MEETINGS, _KIND], rows[:, _MEETINGS, _SIZE] = _BARRIER, 1
 
     def _place_meetings(self, comm: ShmCommunicator) -> None:
-        meetings = _MEETINGS if self._shares_qkv else _MEETINGS[1:]
         for word, value in ((_CONTROL, comm.control_address), (_RANK, comm.rank), (_SIZE, comm.size)):
-            self._rows[:, meetings, word] = value
+            self._rows[:, _MEETINGS, word] = value
+        self._rows[1:, _MEET, _SIZE] = 1
+        if not self._shares_qkv:
+            self._rows[:, _MEET_QKV, _SIZE] = 1
 
     def _place_parameters(self) -> None:
         """Addresses of all parameters, again if any has changed."""

@@ -110,6 +110,7 @@ class ShmCommunicator:
         self._peers: Peers | None = None
         self._path = Path(path).absolute()
         self._round = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         prepare()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._peers = meet(self._path, rank=rank, size=size, timeout_s=self._timeout_s)
@@ -144,6 +145,13 @@ class ShmCommunicator:
         if memory is None or any(text for _, text in outcomes):
             raise CapacityError(next(text for _, text in outcomes if text))
         return memory
+
+    def scratch(self, nbytes: int) -> Tensor:
+        """As :meth:`allocate`, but the same memory each time, larger if need be: for what no caller needs any longer
+        when the next one asks. Its contents are anything."""
+        if len(self._scratch) < nbytes:
+            self._scratch = self.allocate(nbytes)
+        return self._scratch[:nbytes]
 
     def barrier(self) -> None:
         self._require_open()

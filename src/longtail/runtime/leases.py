@@ -112,6 +112,10 @@ class Leases:
     def ask(self, workers: tuple[int, ...], purpose: Purpose) -> None:
         self._book.ask(self._name, workers, purpose)
 
+    def release(self, lease: Lease) -> None:
+        """``lease`` is not needed any more, and nobody was told of it."""
+        self._book.release(lease.lease_id)
+
     def withdraw(self) -> None:
         """Nothing that was asked for is wanted any more."""
         self._book.withdraw(self._name)

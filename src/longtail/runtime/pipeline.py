@@ -390,6 +390,10 @@ class PipelineDriver:
             case "update":
                 update = Update(pipeline=self.name, attempt=self.attempt, step=self.step, lease=lease)
                 self._send_all(lambda _: update)
+            case "profile" if not self.widen.wants_profile:
+                self._leases.release(lease)
+                self._waiting_for.clear()
+                self._begin_step()
             case "profile":
                 profile = Profile(
                     pipeline=self.name, attempt=self.attempt, lease=lease, degrees=self.widen.degrees, fine=False

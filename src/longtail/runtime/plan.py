@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +45,24 @@ class Rewards(Protocol):
     ) -> Future[list[float | None]]: ...
 
 
+class Tables(Protocol):
+    """What the driver needs of the cost tables that are kept (``launch.py``)."""
+
+    def find(self) -> CostTable | None:
+        """The one for this pipeline, if there is one by now."""
+        ...
+
+    def keep(self, table: CostTable) -> None:
+        """One that was just measured for it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
     """Everything about a pipeline that is known before it starts; ``folder`` is where its checkpoints go.
 
     ``kv_tokens`` is what the KV memory of one worker holds (None: more than enough); ``ranker`` predicts lengths.
-    ``kv_heads`` of the model bound the degree of tensor parallelism. ``table`` says what its work costs here, if that
-    has been measured; a table that the run measures is given to ``keep_table``.
+    ``kv_heads`` of the model bound the degree of tensor parallelism. ``tables`` know what its work costs here, if that
+    has been measured.
     """
 
     name: str
@@ -64,5 +75,4 @@ class PipelinePlan:
     kv_tokens: int | None = None
     ranker: Ranks | None = None
     kv_heads: int = 1
-    table: CostTable | None = None
-    keep_table: Callable[[CostTable], None] | None = None
+    tables: Tables | None = None

@@ -108,7 +108,7 @@ class StepWiden:
         self._rollout = plan.config.rollout
         self.degrees = possible_degrees(workers, min(workers, plan.kv_heads))
         """Tensor-parallel degrees that groups may have."""
-        self._table: CostTable | None = plan.table
+        self._table: CostTable | None = plan.tables.find() if plan.tables is not None else None
         self._corrections = Corrections()
         self._attempt = self._step = 0
         self._reset()
@@ -136,13 +136,16 @@ class StepWiden:
 
     @property
     def wants_profile(self) -> bool:
+        """Whether costs must be measured before anything can be decided; another pipeline may have done that since."""
+        if self._table is None and self._by_costs and self._plan.tables is not None:
+            self._table = self._plan.tables.find()
         return self._by_costs and self._table is None
 
     def profiled(self, report: Profiled) -> None:
         if report.table is not None:
             self._table = table_file.from_plain(report.table)
-            if self._plan.keep_table is not None:
-                self._plan.keep_table(self._table)
+            if self._plan.tables is not None:
+                self._plan.tables.keep(self._table)
 
     def observe(self, span: Span) -> None:
         """A span of this pipeline's work."""
