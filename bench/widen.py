@@ -55,7 +55,7 @@ class Case:
     model: str
     batch: int
     threshold: int
-    cap: int = 192
+    cap: int = 128
 
     @property
     def name(self) -> str:
