@@ -50,7 +50,7 @@ class InlineCluster:
         self.sent += [(worker, command) for command in commands]
         if worker in self._slots:
             for command in commands:
-                self._slots[worker].inbox.put(command)
+                self._slots[worker].give(command)
 
     def poll(self, timeout_s: float) -> list[Report]:
         reports: list[Report] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longtail.cluster.protocol import Cluster
+from longtail.core.comm import CPU_COMMUNICATOR
 from longtail.core.config import Jobs
 from longtail.core.errors import ConfigError
 from longtail.core.events import Note, RunEnded, RunStarted, Sink
@@ -242,7 +243,7 @@ def _tables(
         processor=cpu_name(),
         workers=checked.workers,
         threads=checked.threads_per_worker,
-        communicator="shm" if jobs.communicator == "auto" else jobs.communicator,
+        communicator=CPU_COMMUNICATOR if jobs.communicator == "auto" else jobs.communicator,
     )
     return KeptTables(costs_folder(job_file), key, shared, tell)
 

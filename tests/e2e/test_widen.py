@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from e2e.harness import Outcome, run_inline, small_pipeline
+from longtail.core.errors import PeerLost
 from longtail.core.events import MoveEnded, MoveMade, Span, WorkerLost
+from longtail.engine.handoff import carry_out
 
 STEPS = 2
 
@@ -105,17 +107,33 @@ def test_merging_in_mid_rollout_learns_the_same(tmp_path, narrow, threshold):
     assert degrees == {1, 2}
 
 
-@pytest.mark.parametrize("tp", [2, "threshold:16"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_killed_during_a_switch_changes_nothing_that_is_learned(tmp_path, narrow, tp, victim):
-    killed = []
+@pytest.mark.parametrize(("tp", "step"), [(2, 0), (2, 1), ("threshold:16", 0), ("threshold:16", 1)])
+@pytest.mark.parametrize("moment", ["before", "within"])
+def test_a_worker_killed_around_a_switch_changes_nothing_that_is_learned(
+    tmp_path, narrow, monkeypatch, tp, step, moment
+):
+    """Before: it is gone when the others come to meet it. Within: they have planned together, and lanes are to move."""
+    killed, seen, victim = [], {}, 1 if moment == "before" else 0
 
-    def kill_once(event, cluster, controller):
-        if isinstance(event, MoveMade) and event.step == 1 and not killed:
-            killed.append(event)
-            cluster.kill(victim)
+    def kill(cluster) -> None:
+        killed.append(victim)
+        cluster.kill(victim)
 
-    outcome = run(tmp_path, tp=tp, workers=2, on_event=kill_once)
+    def on_event(event, cluster, controller):
+        seen["cluster"] = cluster
+        if isinstance(event, MoveMade) and event.step == step:
+            seen["switching"] = True
+            if moment == "before" and not killed:
+                kill(cluster)
+
+    def interrupted(plan, comm, *args):
+        if seen.get("switching") and moment == "within" and comm.rank == victim and not killed:
+            kill(seen["cluster"])
+            raise PeerLost("this rank was killed")
+        return carry_out(plan, comm, *args)
+
+    monkeypatch.setattr("longtail.cluster.tenant.carry_out", interrupted)
+    outcome = run(tmp_path, tp=tp, workers=2, on_event=on_event)
     assert killed
     assert any(isinstance(e, WorkerLost) for e in outcome.record.events)
     steps, expected = outcome.record.steps("a"), narrow(2).record.steps("a")

@@ -101,7 +101,7 @@ def test_every_rank_of_a_group_gets_the_bits_of_one_by_one(dtype, shape, size, t
 
 
 def test_programs_of_two_models_take_turns_in_the_same_memory(tmp_path):
-    """Their buffers lie at different places of it, and a rank that is ahead overwrites nothing that others still read."""
+    """Their buffers lie at different places of it, and a rank that is ahead overwrites nothing that is still read."""
     models = [random_model(seed=0), random_model(seed=1, hidden_size=96, intermediate_size=64, kv_heads=3, heads=3)]
     batches = [([at, at, at], [1, 1, 1]) for at in range(40)]
     alone = [pair(model)[1] for model in models]

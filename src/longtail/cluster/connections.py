@@ -5,8 +5,8 @@ One store per generation is where all meet; whatever is made belongs to that gen
 
 from __future__ import annotations
 
-import sys
 import tempfile
+import threading
 import uuid
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from longtail.core.comm import Communicator
+from longtail.core.comm import CPU_COMMUNICATOR, Communicator
 from longtail.core.errors import CapacityError, PeerLost
 from longtail.engine import shm
 from longtail.engine.comm import LocalCommunicator, ProcessGroupCommunicator
@@ -22,6 +22,8 @@ from longtail.engine.shm import ShmCommunicator
 
 PEER_TIMEOUT_S = 1800.0
 """A dead peer is noticed at once (gloo, shared memory); a live one may be in a long save or load of another job."""
+MEETING_S = 120.0
+"""How long a group waits for its members to meet: nobody has seen yet that a member lives."""
 
 
 class Connections:
@@ -47,7 +49,7 @@ class Connections:
         self._address, self._timeout = interface_address, timedelta(seconds=timeout_s)
         self._store = store
         self._groups: dict[tuple[int, ...], Communicator] = {}
-        self._made = 0
+        self._called_off = threading.Event()
         self.world: Communicator = LocalCommunicator()
         if store is None:
             return
@@ -60,7 +62,7 @@ class Connections:
             self._hosts = [store.get(f"host/{w}").decode() for w in range(world)]
         except (RuntimeError, dist.DistError) as error:
             raise PeerLost(f"worker {worker} lost the meeting point: {str(error).splitlines()[0]}") from error
-        if self._kind in ("auto", "shm") and device.type == "cpu" and sys.platform == "linux":
+        if self._kind in ("auto", "shm") and device.type == "cpu" and CPU_COMMUNICATOR == "shm":
             shm.prepare()  # not when a group is already waiting for it
 
     def group(self, workers: tuple[int, ...]) -> Communicator:
@@ -71,6 +73,10 @@ class Connections:
         if workers not in self._groups:
             self._groups[workers] = self._join(workers)
         return self._groups[workers]
+
+    def call_off(self) -> None:
+        """From any thread: a new generation is on its way, so nobody will come to meetings of this one any more."""
+        self._called_off.set()
 
     def close(self) -> None:
         """Safe to call twice, and from any thread: peers that wait for this worker learn that it is gone."""
@@ -86,7 +92,15 @@ class Connections:
             if len({self._hosts[w] for w in workers}) > 1:
                 raise CapacityError("communicator = shm needs workers that share a machine: use auto or gloo")
             path = Path(tempfile.gettempdir()) / f"longtail-{self._token[:16]}-{name}"
-            return ShmCommunicator(path, rank=rank, size=size, timeout=self._timeout)
+            until = min(self._timeout, timedelta(seconds=MEETING_S))
+            return ShmCommunicator(
+                path,
+                rank=rank,
+                size=size,
+                timeout=self._timeout,
+                meet_timeout=until,
+                called_off=self._called_off.is_set,
+            )
         return self._process_group(name, rank, size)
 
     def kind_of(self, workers: tuple[int, ...]) -> str:
@@ -95,8 +109,7 @@ class Connections:
             return self._kind
         if self._device.type == "cuda":
             return "nccl"
-        together = len({self._hosts[w] for w in workers}) == 1
-        return "shm" if together and sys.platform == "linux" else "gloo"
+        return CPU_COMMUNICATOR if len({self._hosts[w] for w in workers}) == 1 else "gloo"
 
     def _process_group(self, name: str, rank: int, size: int) -> Communicator:
         assert self._store is not None

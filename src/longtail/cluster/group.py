@@ -11,6 +11,7 @@ A member that follows takes no commands from its inbox: it waits for orders unti
 from __future__ import annotations
 
 import pickle
+import time
 import zlib
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,8 @@ from longtail.engine.engine import StepResult
 BURST_S = 0.03
 """How long a burst is to take: conferring costs some 0.1 ms, and a command waits for the end of a burst."""
 MOST_STEPS = 16
+CONFER_EVERY_S = 60.0
+"""Members that wait for orders longer than their peers' patience would take the leader for dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class Group:
     _orders: Orders = field(default_factory=Orders)
     _digest: int = 0
     _step_s: float = BURST_S
+    _conferred: float = field(default_factory=time.monotonic)
 
     @property
     def leads(self) -> bool:
@@ -61,7 +65,9 @@ class Group:
 
     @property
     def has_orders(self) -> bool:
-        return bool(self._orders.requests or self._orders.switch or self._orders.leave)
+        """Whether it is time to confer, even if there are no sequences."""
+        overdue = time.monotonic() - self._conferred > CONFER_EVERY_S
+        return bool(overdue or self._orders.requests or self._orders.switch or self._orders.leave)
 
     @property
     def switches(self) -> bool:
@@ -76,6 +82,7 @@ class Group:
         steps = min(MOST_STEPS, max(1, round(BURST_S / max(self._step_s, 1e-6))))
         mine = replace(self._orders, steps=steps if busy or self._orders.requests else 0) if self.leads else None
         self._orders = Orders()
+        self._conferred = time.monotonic()
         said = [pickle.loads(data) for data in self.comm.all_gather_bytes(pickle.dumps((self._digest, mine)))]
         for rank, (digest, _) in enumerate(said):
             if digest != said[0][0]:

@@ -95,7 +95,7 @@ class RayWorker:
     @ray.method(concurrency_group="control")
     def send(self, commands: Sequence[Command]) -> None:
         for command in commands:
-            self._worker.inbox.put(command)
+            self._worker.give(command)
 
     @ray.method(concurrency_group="drain")
     def drain(self, timeout_s: float) -> list[Report]:

@@ -302,13 +302,14 @@ class Tenant:
     def _burst(self, group: Group) -> Quantum:
         """Confer, and do what the leader orders."""
         orders = group.confer(busy=self.engine.has_work)
-        for request, arrived in orders.requests:
-            self._add(request, arrived)
         if orders.leave:
             self._dissolve()
-        elif orders.switch is not None:
+            return Quantum(SubStage.SWITCH, self.step, 0, 0, [], tp=len(group.workers))
+        for request, arrived in orders.requests:
+            self._add(request, arrived)
+        if orders.switch is not None:
             return self.switch(orders.switch, self._connected())
-        elif self.engine.has_work:
+        if self.engine.has_work:
             return self._sample(max(1, orders.steps))
         return Quantum(SubStage.SWITCH, self.step, 0, 0, [], tp=len(group.workers))
 
@@ -355,8 +356,8 @@ class Tenant:
             refused = plan.reason
         else:
             mine = next(group for group in command.groups if self.worker in group)
-            comm = connections.group(mine)
             try:
+                comm = self._join(mine, connections, everyone)
                 self._go_over(plan, everyone, cargo, comm)
             except CapacityError as error:  # of shared memory, and then on all members alike
                 refused = str(error)
@@ -386,6 +387,19 @@ class Tenant:
             refused=refused,
         )
         return Quantum(SubStage.SWITCH, self.step, 0, 0, [report], tp=len(before))
+
+    @staticmethod
+    def _join(group: tuple[int, ...], connections: Connections, everyone: Communicator) -> Communicator:
+        """That of ``group``. Raises ``CapacityError`` on all members of the lease alike if one of them has no room."""
+        comm, shortage = None, ""
+        try:
+            comm = connections.group(group)
+        except CapacityError as error:
+            shortage = str(error)
+        reasons = [reason for reason in everyone.all_gather_bytes(shortage.encode()) if reason]
+        if comm is None or reasons:
+            raise CapacityError(reasons[0].decode())
+        return comm
 
     def _go_over(self, plan: SwitchPlan, everyone: Communicator, cargo: Cargo, comm: Communicator) -> None:
         engine = carry_out(plan, everyone, self.engine, cargo, lambda lanes: self._make_engine(lanes, comm))

@@ -94,6 +94,12 @@ class Worker:
         self._stopped = False
         self._next_progress = self._next_alive = 0.0
 
+    def give(self, command: Command) -> None:
+        """Put ``command`` into the inbox; from any thread."""
+        if isinstance(command, Connect) and (connections := self._connections) is not None:
+            connections.call_off()
+        self.inbox.put(command)
+
     def run(self) -> None:
         """Loop until a :class:`Stop` command arrives."""
         while not self._stopped:
@@ -124,7 +130,7 @@ class Worker:
 
     def _commands(self) -> list[Command]:
         """All commands that have arrived; waits for one while there is nothing else to do."""
-        idle = not self._arrived and not any(t.runnable for t in self.tenants.values())
+        idle = not self._arrived and self._choose() is None
         commands: list[Command] = []
         try:
             commands.append(self.inbox.get(timeout=PROGRESS_EVERY_S) if idle else self.inbox.get_nowait())
@@ -215,6 +221,8 @@ class Worker:
                 self._drop(command.pipeline)
             case PipelineCommand():
                 tenant = self.tenants.get(command.pipeline)
+                if tenant is None and isinstance(command, Switch | Profile | Update):
+                    self._disconnect()  # it failed here: peers that wait for this worker learn that it does not come
                 if tenant is None or (tenant.attempt != command.attempt and not isinstance(command, DropWork)):
                     return  # of a pipeline that failed here, or of an earlier attempt
                 self._apply_to(tenant, command)
@@ -253,7 +261,7 @@ class Worker:
             return Quantum(SubStage.CHECKPOINT, command.step, 0, 0, [failed])
 
     def _update(self, tenant: Tenant, command: Update) -> None:
-        """A lost peer breaks the lease; any error but one that all members see alike breaks it for the others."""
+        """Reduce and step, with all members of the lease. Raises ``PeerLost``."""
         tenant.lease_id = command.lease.lease_id
         comm = self._connected().world
         self._quantum(tenant, lambda: tenant.update(command, comm))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+
+CPU_COMMUNICATOR = "shm" if sys.platform == "linux" else "gloo"
+"""What connects workers on one machine's CPU, unless the job file says otherwise."""
 
 
 class Communicator(Protocol):

@@ -136,7 +136,8 @@ class StepEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MoveMade(Event):
-    """A decision of the planner, with what it was predicted to bring and to cost: ``order``, ``widen`` or ``narrow``.
+    """A decision of the planner, with what it was predicted to bring and to cost: ``order``, ``widen``, ``narrow``, or
+    ``hold`` where a whole rollout passed without a change of its layout.
 
     ``predicted_gain_s`` is before, ``predicted_cost_s`` is what the move itself takes of it. ``layout`` is the one that
     a widening or narrowing leads to.

@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ _NOTE_BYTES = 16 * 1024
 _HELLO_S = 5.0
 """How long one who connects may take to say who it is."""
 _RETRY_S = 0.005
+_LOOK_S = 0.1
+"""How often somebody who waits looks whether that has been called off."""
 
 
 class Peers:
@@ -81,17 +83,38 @@ class Peers:
             link.close()
 
 
-def meet(path: Path, *, rank: int, size: int, timeout_s: float) -> Peers:
+class _Patience:
+    """How long to wait still: until a time-out, or until it is called off."""
+
+    def __init__(self, timeout_s: float, called_off: Callable[[], bool]) -> None:
+        self._deadline, self._called_off = time.monotonic() + timeout_s, called_off
+
+    @property
+    def left_s(self) -> float:
+        return 0.0 if self._called_off() else max(0.0, self._deadline - time.monotonic())
+
+    def until_readable(self, sockets: list[socket.socket]) -> set[socket.socket]:
+        """Those that can be read; none when patience has run out."""
+        while not (ready := _readable(sockets, min(_LOOK_S, self.left_s))):
+            if self.left_s == 0.0:
+                return set()
+        return ready
+
+
+def meet(
+    path: Path, *, rank: int, size: int, timeout_s: float, called_off: Callable[[], bool] = lambda: False
+) -> Peers:
     """Wait for all ``size`` ranks that call this with the same ``path``, a name in a folder that all of them see.
 
-    Raises :class:`PeerLost`, which names those who did not come within ``timeout_s`` or left again.
+    Raises :class:`PeerLost`, which names those who did not come within ``timeout_s``, or until ``called_off``, or left
+    again.
     """
     if size == 1:
         return Peers(rank, size, {}, os.open(os.devnull, os.O_WRONLY), {})
-    deadline = time.monotonic() + timeout_s
+    patience = _Patience(timeout_s, called_off)
     address = _address(path)
     try:
-        return _host(address, size, deadline) if rank == 0 else _join(address, rank, size, deadline)
+        return _host(address, size, patience) if rank == 0 else _join(address, rank, size, patience)
     except PeerLost as error:
         raise PeerLost(f"rank {rank} of {size} did not meet its peers at {path}: {error}") from error
 
@@ -103,12 +126,12 @@ def _address(path: Path) -> str:
     return "\0longtail-" + hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
-def _host(address: str, size: int, deadline: float) -> Peers:
+def _host(address: str, size: int, patience: _Patience) -> Peers:
     links: dict[int, socket.socket] = {}
     try:
-        with _listen(address, deadline) as listener:
+        with _listen(address, patience) as listener:
             while len(links) < size - 1:
-                _next_guest(listener, links, size, deadline)
+                _next_guest(listener, links, size, patience)
         return Peers(0, size, links, *_hand_out_pipes(links, size))
     except BaseException as error:
         for link in links.values():
@@ -118,8 +141,8 @@ def _host(address: str, size: int, deadline: float) -> Peers:
         raise
 
 
-def _next_guest(listener: socket.socket, links: dict[int, socket.socket], size: int, deadline: float) -> None:
-    ready = _readable([listener, *links.values()], deadline - time.monotonic())
+def _next_guest(listener: socket.socket, links: dict[int, socket.socket], size: int, patience: _Patience) -> None:
+    ready = patience.until_readable([listener, *links.values()])
     if not ready:
         raise PeerLost(_absent(set(range(size)) - {0, *links}))
     for rank, link in links.items():
@@ -129,7 +152,7 @@ def _next_guest(listener: socket.socket, links: dict[int, socket.socket], size: 
     _greet(listener.accept()[0], links, size)
 
 
-def _listen(address: str, deadline: float) -> socket.socket:
+def _listen(address: str, patience: _Patience) -> socket.socket:
     """Waits where an earlier group with this address is still meeting."""
     listener = _socket()
     while True:
@@ -138,7 +161,7 @@ def _listen(address: str, deadline: float) -> socket.socket:
             listener.listen(128)
             return listener
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+            if error.errno != errno.EADDRINUSE or patience.left_s == 0.0:
                 listener.close()
                 raise PeerLost(f"another group meets there ({error.strerror})") from error
             time.sleep(_RETRY_S)
@@ -159,6 +182,7 @@ def _greet(link: socket.socket, links: dict[int, socket.socket], size: int) -> N
         _tell(link, {"refused": f"there is a rank {rank} already"})
         link.close()
     else:
+        link.settimeout(None)
         links[rank] = link
         for other in links.values():
             _tell(other, {"present": [0, *links]})
@@ -181,16 +205,16 @@ def _hand_out_pipes(links: dict[int, socket.socket], size: int) -> tuple[int, di
     return pipes[0][1], {peer: reading for peer, (reading, _) in enumerate(pipes) if peer}
 
 
-def _join(address: str, rank: int, size: int, deadline: float) -> Peers:
+def _join(address: str, rank: int, size: int, patience: _Patience) -> Peers:
     present: set[int] = set()
     with contextlib.ExitStack() as undo:
-        link = _connect(address, deadline)
+        link = _connect(address, patience)
         undo.callback(link.close)
         if not _same_user(link):
             raise PeerLost("another user holds the address")
         _tell(link, {"rank": rank, "size": size})
         while True:
-            if not _readable([link], deadline - time.monotonic()):
+            if not patience.until_readable([link]):
                 text = _absent(set(range(size)) - present - {0, rank} or {0})
                 _tell(link, {"gave_up": text})
                 raise PeerLost(text)
@@ -200,13 +224,17 @@ def _join(address: str, rank: int, size: int, deadline: float) -> Peers:
             if "refused" in note:
                 raise PeerLost(note["refused"])
             if "met" in note:
+                if len(fds) != size:
+                    for fd in fds:
+                        os.close(fd)
+                    raise PeerLost("no file descriptor is free: raise `ulimit -n`")
                 undo.pop_all()
                 others = [peer for peer in range(size) if peer != rank]
                 return Peers(rank, size, {0: link}, fds[0], dict(zip(others, fds[1:], strict=True)))
             present = set(note["present"])
 
 
-def _connect(address: str, deadline: float) -> socket.socket:
+def _connect(address: str, patience: _Patience) -> socket.socket:
     while True:
         link = _socket()
         try:
@@ -214,7 +242,7 @@ def _connect(address: str, deadline: float) -> socket.socket:
             return link
         except OSError as error:
             link.close()
-            if time.monotonic() >= deadline:
+            if patience.left_s == 0.0:
                 raise PeerLost(_absent({0})) from error
             time.sleep(_RETRY_S)
 

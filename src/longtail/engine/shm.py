@@ -17,7 +17,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -93,7 +93,8 @@ class ShmCommunicator:
     All ``size`` ranks, processes or threads of one host, construct it with the same ``path``: a name that no other
     group uses meanwhile, in a folder that all of them see. No file of that name is made. Memory comes from
     ``/dev/shm`` where it has room, else from an unnamed file in the folder of ``path``; either way nothing is left
-    behind, not even by ranks that are killed. ``timeout`` bounds the construction, and each wait for a peer.
+    behind, not even by ranks that are killed. ``timeout`` bounds each wait for a peer, ``meet_timeout`` (by default
+    the same) the construction, in which nobody knows yet whether a peer lives; it ends when ``called_off``, too.
 
     Raises :class:`PeerLost` (from any method) when a peer has died, has closed its end or is not heard of for
     ``timeout``, and :class:`CapacityError` where memory does not suffice.
@@ -101,7 +102,16 @@ class ShmCommunicator:
 
     kind = "shm"
 
-    def __init__(self, path: str | Path, *, rank: int, size: int, timeout: timedelta = timedelta(seconds=60)) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        rank: int,
+        size: int,
+        timeout: timedelta = timedelta(seconds=60),
+        meet_timeout: timedelta | None = None,
+        called_off: Callable[[], bool] = lambda: False,
+    ) -> None:
         if not 0 <= rank < size <= MAX_RANKS:
             raise ValueError(f"rank {rank} of {size}: there are 1 to {MAX_RANKS} ranks")
         self.rank, self.size = rank, size
@@ -113,7 +123,8 @@ class ShmCommunicator:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         prepare()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._peers = meet(self._path, rank=rank, size=size, timeout_s=self._timeout_s)
+        until = self._timeout_s if meet_timeout is None else meet_timeout.total_seconds()
+        self._peers = meet(self._path, rank=rank, size=size, timeout_s=until, called_off=called_off)
         try:
             control_bytes = CONTROL_WORDS * 8
             region = self._map(control_bytes + 2 * size * PIECE)
@@ -282,11 +293,15 @@ class ShmCommunicator:
                 except CapacityError as error:
                     peers.give({"no_room": str(error)}, None)
                     raise
-                peers.give({"nbytes": nbytes}, fd)
+                try:
+                    peers.give({"nbytes": nbytes}, fd)
+                except PeerLost:
+                    os.close(fd)
+                    raise
             else:
                 note, given = peers.take(self._timeout_s)
                 if given is None:
-                    raise CapacityError(note["no_room"])
+                    raise CapacityError(note.get("no_room", "no file descriptor is free: raise `ulimit -n`"))
                 fd, nbytes = given, note["nbytes"]
         except PeerLost:
             self.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from longtail.core.events import MoveEnded, MoveMade
 from longtail.observe.text import brief, one_line, signed, size
 
-ROUTINE_MOVES = {"order"}
+ROUTINE_MOVES = {"order", "hold"}
 """Moves that every step of a pipeline has: they are in the log, and not worth a line of a display."""
 LAYOUT_MOVES = {"widen", "narrow"}
 """Moves whose outcome is told at the end of their step; without one they have not been carried out (yet)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from longtail.core.comm import CPU_COMMUNICATOR
 from longtail.core.errors import CapacityError, ConfigError
 from longtail.runtime.check_pipeline import CheckedPipeline, Findings, check_pipeline
 from longtail.runtime.jobfile import JobFile
@@ -81,6 +82,8 @@ def _check_communicator(findings: Findings, machine: Machine) -> None:
     kind = findings.job_file.jobs.communicator
     if machine.gpus and kind in ("shm", "gloo"):
         findings.problem("workers run on GPUs here, which need nccl (or auto)", "communicator", value=kind)
+    if kind == "shm" and CPU_COMMUNICATOR != "shm":
+        findings.problem("shared memory between workers is for Linux: use gloo (or auto)", "communicator", value=kind)
     if not machine.gpus and kind == "nccl":
         findings.problem("workers run on the CPU here, which needs shm or gloo (or auto)", "communicator", value=kind)
 

@@ -107,7 +107,7 @@ class Controller:
             if driver.over:
                 self._leases.release(lease.lease_id)
             else:
-                driver.granted(lease)
+                self._guarded(driver, partial(driver.granted, lease))
 
     def _live(self) -> list[PipelineDriver]:
         return [d for d in self.drivers.values() if not d.over]
@@ -121,6 +121,7 @@ class Controller:
                         self.drivers[event.pipeline].observe(event)
             case LeaseBroken():
                 driver = self.drivers[report.pipeline]
+                self._leases.member_done(report.pipeline, report.worker)
                 if report.attempt == driver.attempt and not driver.over:  # else an earlier recovery has seen to it
                     self._broken_since = self._broken_since or self._clock.monotonic()
             case PipelineReport():

@@ -1,9 +1,10 @@
 """Which pipeline may use which workers for what needs all of them at once.
 
 Invariants: a worker is in at most one lease; a lease is granted for all its workers or not at all; nobody
-overtakes an earlier request for any of the same workers. So no two collectives can wait for each other, and no
-request waits for ever, as long as holders let go: updates and profiles end by themselves, a pipeline's switches when
-its rollout does, or earlier when somebody waits (:meth:`LeaseBook.waited_for`).
+overtakes an earlier request for any of the same workers (who holds them may still change what it does with them). So
+no two collectives can wait for each other, and no request waits for ever, as long as holders let go: updates and
+profiles end by themselves, a pipeline's switches when its rollout does, or earlier when others have work
+(``runtime/widen.py``).
 """
 
 from __future__ import annotations
@@ -45,20 +46,17 @@ class LeaseBook:
         for asked in self._asked:
             own = {holders[w] for w in asked.workers if w in holders and self._extends(asked, holders[w])}
             workers = tuple(sorted({*asked.workers, *(w for lease in own for w in lease.workers)}))
-            if spoken_for.isdisjoint(workers) and all(w not in holders or holders[w] in own for w in workers):
+            takes = {w for w in workers if holders.get(w) not in own}
+            kept = all(lease.lease_id in self._held for lease in own)
+            if kept and takes.isdisjoint(spoken_for) and takes.isdisjoint(holders):
                 for lease in own:
                     self.release(lease.lease_id)
                 granted.append(self._grant(asked, workers))
             else:
                 waiting.append(asked)
-            spoken_for.update(workers)
+            spoken_for.update(takes)
         self._asked = waiting
         return granted
-
-    def waited_for(self, pipeline: str) -> bool:
-        """Whether others wait for workers that ``pipeline`` holds."""
-        held = {w for lease in self._held.values() if lease.pipeline == pipeline for w in lease.workers}
-        return any(asked.pipeline != pipeline and not held.isdisjoint(asked.workers) for asked in self._asked)
 
     def member_done(self, pipeline: str, worker: int, lease_id: int | None = None) -> None:
         """``worker`` has done (or given up) its part of a lease of ``pipeline`` (None: of all); the lease ends with its

@@ -33,7 +33,7 @@ MOST_TRACKED = 4096
 @dataclass
 class _Step:
     """One step under way: what is expected of it, how it was placed over the groups led by ``leaders``, and when the
-    last sample of each leader ended so far."""
+    last sample that each worker had a part in ended so far."""
 
     start: float
     work: Work | None
@@ -121,12 +121,12 @@ class StepOrder:
         step.dispatch = Dispatch(step.placement, samples=samples.tolist(), slots=slots)
         return [(w, [self._requests[r] for r in q]) for w, q in zip(step.leaders, step.dispatch.start(), strict=True)]
 
-    def ended(self, worker: int, *, now: float) -> list[Request]:
-        """A sample of the group led by ``worker`` has ended: what it gets next."""
+    def ended(self, worker: int, *, group: tuple[int, ...], now: float) -> list[Request]:
+        """A sample of ``group``, led by ``worker``, has ended: what it gets next."""
         step = self._step
         assert step is not None
         assert step.dispatch is not None
-        step.last[worker] = now
+        step.last.update(dict.fromkeys(group, now))
         if worker not in step.leaders:  # of a layout that came later, when all requests had been dispatched
             return []
         return [self._requests[r] for r in step.dispatch.ended(step.leaders.index(worker))]
@@ -136,12 +136,12 @@ class StepOrder:
         """Whether every request of the step is with a worker."""
         return self._step is not None and self._step.dispatch is not None and self._step.dispatch.empty
 
-    def finish(self, batch: StepBatch, layout: Layout) -> dict[str, float]:
-        """The step is over, in ``layout``: learn from it. Returns its metrics (see docs/metrics)."""
+    def finish(self, batch: StepBatch) -> dict[str, float]:
+        """The step is over: learn from it. Returns its metrics (see docs/metrics)."""
         step, self._step, self._requests = self._step, None, []
         assert step is not None
         end = max(step.last.values())
-        waits = [(end - step.last.get(group[0], step.start)) * len(group) for group in layout.groups]
+        waits = [end - step.last.get(worker, step.start) for worker in range(self._workers)]
         metrics = {"rollout_idle_s": sum(waits) / self._workers}
         if step.predicted_s is not None:
             metrics["rollout_predicted_s"] = step.predicted_s

@@ -308,7 +308,8 @@ class PipelineDriver:
                     end=report.ended,
                 )
             )
-            self._generate(report.worker, self.order.ended(report.worker, now=now))
+            sampled_by = self.widen.layout.group_of(report.worker)
+            self._generate(report.worker, self.order.ended(report.worker, group=sampled_by, now=now))
             if group.ended:
                 self._score(group)
         if batch.ended:
@@ -337,7 +338,7 @@ class PipelineDriver:
             except RewardError as error:
                 self.fail(str(error))
                 return
-        if self.stage == "score" and self._batch is not None and self._batch.scored:
+        if self.stage == "score" and self._batch is not None and self._batch.scored and self.widen.at_rest:
             unscored = sum(r is None for g in self._batch.groups for r in g.rewards or ())
             if unscored:
                 self._note(
@@ -414,7 +415,7 @@ class PipelineDriver:
         batch, config = self._batch, self.plan.config
         assert batch is not None
         update = self._update_stats if self._has_signal else None
-        metrics = batch.metrics() | self.order.finish(batch, self.widen.layout) | self.widen.finish()
+        metrics = batch.metrics() | self.order.finish(batch) | self.widen.finish()
         metrics |= learning_metrics(self._train_stats, update) | self._clock.seconds()
         metrics["tokens_per_s"] = metrics["tokens"] / max(metrics["time_s"], 1e-9)
         self._emit(StepEnded(pipeline=self.name, step=self.step, metrics=metrics))

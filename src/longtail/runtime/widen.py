@@ -54,6 +54,8 @@ class _Move:
     samples: np.ndarray | None = None
     """Those concerned; None: all."""
     decided: float = 0.0
+    asked: tuple[Group, ...] = ()
+    """``groups`` as decided; a lease may come to have more workers, whose groups stay as they are."""
     lease: Lease | None = None
     reports: list[Switched] = field(default_factory=list)
 
@@ -125,6 +127,8 @@ class StepWiden:
         self._moves: list[_Move] = []
         self._over = False
         self._refused: set[tuple[Group, ...]] = set()
+        self._why_not: str | None = None
+        """The last reason for which nothing was switched."""
         self._waits_to_dispatch = False
 
     # -- costs ------------------------------------------------------------------------------------------------
@@ -220,7 +224,7 @@ class StepWiden:
         move, self._asked = self._asked, None
         assert move is not None, "a lease was granted that is not asked for any more"
         self._held = [held for held in self._held if set(held.workers).isdisjoint(lease.workers)] + [lease]
-        move.lease = lease
+        move.lease, move.asked = lease, move.groups
         move.groups = tuple(g for g in self.layout.replaced(move.groups).groups if set(g) <= set(lease.workers))
         self._moves.append(move)
         self._tell(move)
@@ -242,7 +246,7 @@ class StepWiden:
             self._held.remove(move.lease)
         self._alive.clear()
         if report.refused:
-            self._refused.add(move.groups)
+            self._refused.add(move.asked)
             self._warn(f"step {self._step + 1}: the workers stay as they are: {report.refused.rstrip('.')}.")
         if self._over:
             self._dissolve()
@@ -255,9 +259,16 @@ class StepWiden:
         if self._under_way is None:
             self._dissolve()
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether every worker is on its own, and no switch is under way."""
+        return self._under_way is None and not self._held
+
     def finish(self) -> dict[str, float]:
         """The step is over. Returns its metrics (see docs/metrics), and tells what became of the moves."""
         moves, self._moves = self._moves, []
+        if not moves and self._why_not is not None:
+            self._tell(_Move("hold", self.layout.groups, reason=self._why_not))
         costs = self._costs
         for move in moves:
             self._emit(self._outcome(move, costs))
@@ -349,8 +360,11 @@ class StepWiden:
         rollout, numbers = found
         if self._leases.contended():
             return self._release(rollout, numbers, costs)
+        held = None
         for decision in decide(rollout, costs, self._policy):
-            if decision.action != Action.HOLD and decision.after not in self._refused:
+            if decision.action == Action.HOLD:
+                held = decision.reason
+            elif decision.after not in self._refused:
                 return _Move(
                     decision.action.value,
                     decision.after,
@@ -362,21 +376,29 @@ class StepWiden:
                     samples=numbers[_inside(rollout, decision.before)],
                     decided=self._time.time(),
                 )
+        self._why_not = held
         return None
 
     def _release(self, rollout: Rollout, numbers: np.ndarray, costs: CostTable) -> _Move | None:
         """Others have work for the workers of wide groups: let one go whose tail is not worth their waiting."""
         for group in self.layout.groups:
-            if len(group) > 1:
+            if len(group) == 1:
+                continue
+            singles = tuple((worker,) for worker in group)
+            inside = _inside(rollout, (group,))
+            if not inside.any():
+                why = "its samples have ended, and others wait"
+                return _Move("narrow", singles, reason=why, samples=numbers[inside], decided=self._time.time())
+            if singles not in self._refused:
                 release = worth_keeping(rollout, group, costs, waiting=1.0)
                 if not release.keep:
                     return _Move(
                         "narrow",
-                        tuple((worker,) for worker in group),
+                        singles,
                         reason=f"others wait for these workers: {release.reason}",
                         cost_s=release.switch_s,
                         rest_s=release.narrow_s + release.switch_s,
-                        samples=numbers[_inside(rollout, (group,))],
+                        samples=numbers[inside],
                         decided=self._time.time(),
                     )
         return None
@@ -452,7 +474,7 @@ class StepWiden:
             samples = self._samples
             assert samples is not None
             ended = samples.ended if move.samples is None else samples.ended[move.samples]
-            rest_s = float(ended.max()) - move.decided
+            rest_s = float(ended.max()) - move.decided if len(ended) else 0.0
             if move.without_s is not None and costs is not None:
                 gain_s = move.without_s(costs) - rest_s
         return MoveEnded(
