@@ -329,9 +329,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="longtail-widen-") as folder:
         results = measure(Bench(Path(folder)), args)
     print_tables(results)
+    runs, steps = (1, 3) if args.quick else (args.runs, args.steps)
     common.finish(
-        "widen", quick=args.quick or bool(args.only or args.models), seeds=[100 * run + step for run in range(1 if args.quick else args.runs) for step in range(1, 3 if args.quick else args.steps)],
-        arms=results, targets=list(targets_of(results)), steps=args.steps, group_size=widen_runs.GROUP, cut=CUT,
+        "widen", quick=args.quick or bool(args.only or args.models),
+        seeds=[100 * run + step for run in range(runs) for step in range(1, steps)],
+        arms=results, targets=list(targets_of(results)), steps=steps, group_size=widen_runs.GROUP, cut=CUT,
         cap=CASES[0].cap, load_at_start=round(load, 2), seconds=round(time.perf_counter() - began),
     )  # fmt: skip
 

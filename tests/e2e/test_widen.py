@@ -57,6 +57,7 @@ def assert_same_learning(one: Outcome, other: Outcome) -> None:
 def _workers_tell_at_once(monkeypatch):
     """How far they are, after every quantum: the tiny model would have ended its tail before the next report."""
     monkeypatch.setattr("longtail.cluster.worker.ALIVE_EVERY_S", 0.0)
+    monkeypatch.setattr("longtail.runtime.widen.THINKING_SHARE", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -51,8 +51,9 @@ from longtail.core.events import Event, Progress
 from longtail.core.types import SubStage
 
 PROGRESS_EVERY_S = 0.25
-ALIVE_EVERY_S = 0.05
-"""How often the controller learns how far sequences are: a decision is that old at most."""
+ALIVE_EVERY_S, ALIVE_IN_GROUP_EVERY_S = 0.1, 1.0
+"""How often the controller learns how far sequences are. A decision about workers on their own is that old at most;
+in a group there is hardly one to make, and whatever takes a core from one member stops all of them."""
 
 Connector = Callable[[Connect], Connections]
 
@@ -339,7 +340,8 @@ class Worker:
         """Hand out spans and progress a few times a second."""
         now = time.time()
         if now >= self._next_alive:
-            self._next_alive = now + ALIVE_EVERY_S
+            grouped = any(tenant.group is not None for tenant in self.tenants.values())
+            self._next_alive = now + (ALIVE_IN_GROUP_EVERY_S if grouped else ALIVE_EVERY_S)
             self.outbox.put([report for tenant in self.tenants.values() if (report := tenant.alive()) is not None])
         if now < self._next_progress and not everything:
             return

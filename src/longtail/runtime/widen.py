@@ -37,6 +37,9 @@ from longtail.runtime.live import LiveLengths
 from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.step import StepBatch
 
+THINKING_SHARE = 50.0
+"""The controller lets so many times as long pass as a decision took: it may share its cores with the workers."""
+
 
 @dataclass
 class _Move:
@@ -130,6 +133,8 @@ class StepWiden:
         self._why_not: str | None = None
         """The last reason for which nothing was switched."""
         self._waits_to_dispatch = False
+        self._look_at = 0.0
+        """When to decide again, at the earliest."""
 
     # -- costs ------------------------------------------------------------------------------------------------
 
@@ -213,8 +218,10 @@ class StepWiden:
         if self._over or self._samples is None:
             return
         self._alive[report.worker] = report
-        if self._by_costs and self._asked is None and self._under_way is None and dispatched:
+        now = self._time.monotonic()
+        if self._by_costs and self._asked is None and self._under_way is None and dispatched and now >= self._look_at:
             move = self._next_move()
+            self._look_at = now + THINKING_SHARE * (self._time.monotonic() - now)
             if move is not None:
                 self._ask(move)
 
