@@ -425,9 +425,12 @@ def test_in_tag_mode_nothing_is_held_back_and_a_priority_is_given():
     assert 990_000 < by_prompt["rank 1.0"] - by_prompt["rank 0.0"] < 1_010_000
 
 
-def test_neither_prompts_nor_keys_are_logged(keyring, caplog):
+def test_neither_prompts_nor_keys_are_logged(keyring, caplog, monkeypatch):
     path, headers = keyring
+    monkeypatch.setattr(logging.getLogger("longtail"), "propagate", True)  # a command may have set its own handler
     caplog.set_level(logging.DEBUG)
+    for name in ("longtail", "longtail.serve"):
+        caplog.set_level(logging.DEBUG, logger=name)
     backend = FakeBackend(broken=lambda call: ValueError("x") if "fail" in call.fields["prompt"] else None)
     with running(door(backend, options=Options(keys=path))) as server:
         post(server.url, prompt="a whispered word", headers=headers["bob"])

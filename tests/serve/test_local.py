@@ -293,7 +293,7 @@ def test_a_seed_gives_the_same_answer_whatever_else_runs_and_no_seed_another():
         assert crowded == alone
         assert len(set(alone)) == 4
         assert alone not in rest
-        assert await texts() != await texts()
+        assert len({tuple(await texts()) for _ in range(5)}) > 1
         assert await texts(seed=-(2**63)) == await texts(seed=-(2**63))
         assert len(set(await texts(top_p=0))) == 1
 
