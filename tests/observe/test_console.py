@@ -278,6 +278,7 @@ def test_a_sparkline_has_at_most_its_width_for_any_numbers(values, width):
 def test_formats_of_numbers_and_times():
     assert sparkline([1, 2, 3, 4], 4) == "▁▃▆█"
     assert sparkline([1, math.nan, 1], 3) == "▁ ▁"
+    assert sparkline([-1.7e308, 1.7e308, 1.7e308], 3) == "▁██"
     values = [None, 0.0, 0.414, 1.0, 99.96, 12.34, 1812.4, 1.2e-6, math.nan, -math.inf, 2.5e7, -0.41]
     assert list(map(number, values)) == [
         "-", "0.00", "0.41", "1.00", "100", "12.3", "1,812", "1.2e-06", "NaN", "-inf", "2.5e+07", "-0.41",

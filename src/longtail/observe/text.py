@@ -103,8 +103,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if not known:
         return " " * cells
     low, high = min(known), max(known)
-    scale = (len(BARS) - 1) / (high - low) if high > low and math.isfinite(high - low) else 0.0
-    return "".join(" " if m is None else BARS[round((m - low) * scale)] for m in means)
+    span = high / 2 - low / 2  # halves, for the sake of the largest numbers
+    top = len(BARS) - 1
+    return "".join(
+        " " if m is None else BARS[round(top * min(1.0, (m / 2 - low / 2) / span)) if span > 0 else 0] for m in means
+    )
 
 
 def short_path(path: str) -> str:
