@@ -13,14 +13,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from longtail.core.errors import ModelError
+from longtail.core.split import Bounds, halved
 from longtail.engine.config import ModelConfig
 from longtail.engine.sampling import BLOCK
 
 CACHE_LINE = 16
 """Columns are dealt in multiples of this, so that no two ranks write to one cache line (of float32)."""
-
-Bounds = tuple[int, int]
-"""First, and one past the last."""
 
 
 class Shard(NamedTuple):
@@ -77,24 +75,16 @@ def shards_of(config: ModelConfig, size: int) -> list[Shard]:
         )
     heads = head_bounds(config.kv_heads, size)
     hidden = cut(config.hidden_size, CACHE_LINE, size)
-    mlp = _halve(0, config.intermediate_size // config.mlp_block, size)
+    mlp = halved(config.intermediate_size // config.mlp_block, size)
     vocab = cut(config.vocab_size, BLOCK, size)
     return [Shard(rank, size, heads[rank], hidden[rank], mlp[rank], vocab[rank]) for rank in range(size)]
 
 
 def head_bounds(kv_heads: int, size: int) -> list[Bounds]:
     """KV heads of each rank, ``size <= kv_heads``: every rank has at least one, and no two differ by more than one."""
-    return _halve(0, kv_heads, size)
+    return halved(kv_heads, size)
 
 
 def cut(total: int, unit: int, size: int) -> list[Bounds]:
     """``total`` in whole units, of which the last may be shorter; parts may be empty."""
-    return [(min(a * unit, total), min(b * unit, total)) for a, b in _halve(0, -(-total // unit), size)]
-
-
-def _halve(first: int, units: int, size: int) -> list[Bounds]:
-    if size == 1:
-        return [(first, first + units)]
-    left = (size + 1) // 2
-    mine = -(-units * left // size)
-    return _halve(first, mine, left) + _halve(first + mine, units - mine, size - left)
+    return [(min(a * unit, total), min(b * unit, total)) for a, b in halved(-(-total // unit), size)]

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from longtail.core.split import halved
 from longtail.core.types import Layout
 
 Group = tuple[int, ...]
@@ -25,17 +26,8 @@ def halves(group: Group) -> tuple[Group, Group]:
 
 
 def head_ranges(heads: int, ranks: int) -> list[range]:
-    """Which of ``heads`` KV heads each of ``ranks`` ranks (not more) holds: halved as :func:`halves` does it, heads in
-    proportion (``engine/shard.py`` does the same)."""
-    return _head_ranges(range(heads), ranks)
-
-
-def _head_ranges(heads: range, ranks: int) -> list[range]:
-    if ranks == 1:
-        return [heads]
-    first = (ranks + 1) // 2
-    share = -(-len(heads) * first // ranks)
-    return _head_ranges(heads[:share], first) + _head_ranges(heads[share:], ranks - first)
+    """Which of ``heads`` KV heads each of ``ranks`` ranks (not more) holds."""
+    return [range(*bounds) for bounds in halved(heads, ranks)]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from longtail.planner.widen import Action, Auto, Policy, Threshold, decide, pred
 from longtail.runtime.leases import Leases
 from longtail.runtime.live import LiveLengths
 from longtail.runtime.plan import PipelinePlan
+from longtail.runtime.samples import StepSamples, inside
 from longtail.runtime.step import StepBatch
 
 THINKING_SHARE = 50.0
@@ -67,34 +68,6 @@ class _Move:
         return tuple(sorted(w for group in self.groups for w in group))
 
 
-class _Samples:
-    """The samples of a step by number, prompt by prompt, and what is known of each."""
-
-    def __init__(self, batch: StepBatch, requests: Sequence[Request], group_size: int) -> None:
-        self.group_size = group_size
-        count = len(batch.groups) * group_size
-        self.prompt_tokens = np.repeat([len(group.prompt) for group in batch.groups], group_size)
-        self.tokens = np.full(count, -1, np.int64)
-        """Of those that have ended."""
-        self.ended = np.zeros(count)
-        """When they did."""
-        firsts = [self.number(*batch.place(r.request_id)) for r in requests]
-        self._of = {r.request_id: range(n, n + r.samples) for n, r in zip(firsts, requests, strict=True)}
-        self.in_order = np.concatenate([np.array(numbers) for numbers in self._of.values()])
-        """Numbers in the order of the requests."""
-
-    def number(self, prompt: int, sample: int) -> int:
-        return prompt * self.group_size + sample
-
-    def of(self, request_id: str) -> range:
-        """The numbers of a request's samples; none if the step has no such request."""
-        return self._of.get(request_id, range(0))
-
-    @property
-    def live(self) -> int:
-        return int((self.tokens < 0).sum())
-
-
 class StepWiden:
     """For one pipeline over ``workers`` workers; ``send``, ``emit`` and ``leases`` are the controller's."""
 
@@ -121,7 +94,7 @@ class StepWiden:
     def _reset(self) -> None:
         self.layout = Layout.narrow(self._workers)
         """The groups in which the workers sample, or will as soon as they have taken the switch that was sent."""
-        self._samples: _Samples | None = None
+        self._samples: StepSamples | None = None
         self._lengths: LiveLengths | None = None
         self._alive: dict[int, Alive] = {}
         self._asked: _Move | None = None
@@ -196,7 +169,7 @@ class StepWiden:
         :meth:`granted` will say so."""
         self._reset()
         self._step = batch.step
-        self._samples = _Samples(batch, requests, self._plan.config.algorithm.group_size)
+        self._samples = StepSamples(batch, requests, self._plan.config.algorithm.group_size)
         self._lengths = lengths
         move = self._first_move(work)
         if move is None:
@@ -380,7 +353,7 @@ class StepWiden:
                     cost_s=decision.predicted_cost_s,
                     rest_s=decision.finish_then_s,
                     without_s=self._hindsight(rollout, numbers, decision.before),
-                    samples=numbers[_inside(rollout, decision.before)],
+                    samples=numbers[inside(rollout, decision.before)],
                     decided=self._time.time(),
                 )
         self._why_not = held
@@ -392,10 +365,10 @@ class StepWiden:
             if len(group) == 1:
                 continue
             singles = tuple((worker,) for worker in group)
-            inside = _inside(rollout, (group,))
-            if not inside.any():
+            own = inside(rollout, (group,))
+            if not own.any():
                 why = "its samples have ended, and others wait"
-                return _Move("narrow", singles, reason=why, samples=numbers[inside], decided=self._time.time())
+                return _Move("narrow", singles, reason=why, samples=numbers[own], decided=self._time.time())
             if singles not in self._refused:
                 release = worth_keeping(rollout, group, costs, waiting=1.0)
                 if not release.keep:
@@ -405,51 +378,21 @@ class StepWiden:
                         reason=f"others wait for these workers: {release.reason}",
                         cost_s=release.switch_s,
                         rest_s=release.narrow_s + release.switch_s,
-                        samples=numbers[inside],
+                        samples=numbers[own],
                         decided=self._time.time(),
                     )
         return None
 
     def _look(self) -> tuple[Rollout, np.ndarray] | None:
         """The rollout as it is, and the numbers of the samples in it; None if some have not been heard of."""
-        known = self._samples
-        assert known is not None
-        of, numbers, context, lanes, compute, generated = ([] for _ in range(6))
-        for g, group in enumerate(self.layout.groups):
-            report = self._alive.get(group[0])
-            if report is None:
-                continue
-            for request_id, tokens in zip(report.request_ids, report.generated, strict=True):
-                first = True
-                for at, number in enumerate(known.of(request_id)):
-                    own = int(tokens[at]) if len(tokens) else 0
-                    if own < 0 or known.tokens[number] >= 0:
-                        continue
-                    prompt = int(known.prompt_tokens[number])
-                    of.append(g)
-                    numbers.append(number)
-                    generated.append(own)
-                    context.append(prompt + own)
-                    lanes.append(0 if own == 0 else max(1, own - 1 + prompt * first))
-                    compute.append(prompt if own == 0 and first else 0)
-                    first = False
-        if not numbers or len(numbers) != known.live:
-            return None
-        who, so_far = np.array(numbers), np.array(generated)
+        assert self._samples is not None
+        return self._samples.in_flight(self.layout, self._alive, self._remaining, self._slots)
+
+    def _remaining(self, numbers: np.ndarray, generated: np.ndarray) -> np.ndarray:
+        """Tokens still to come of live samples, int64 [K, n]; where nothing is known, as many as there may be."""
         if self._lengths is not None:
-            remaining = self._lengths.remaining(who, so_far)
-        else:
-            remaining = np.maximum(self._rollout.max_tokens - so_far, 1)[None, :]
-        rollout = Rollout(
-            groups=self.layout.groups,
-            of=np.array(of),
-            context=np.array(context),
-            lanes=np.array(lanes),
-            compute=np.array(compute),
-            remaining=remaining,
-            slots=self._slots,
-        )
-        return rollout, who
+            return self._lengths.remaining(numbers, generated)
+        return np.maximum(self._rollout.max_tokens - generated, 1)[None, :]
 
     def _hindsight(
         self, rollout: Rollout, numbers: np.ndarray, groups: tuple[Group, ...]
@@ -457,22 +400,7 @@ class StepWiden:
         """The seconds that ``groups`` would have taken from here on as they were, with the lengths that came out."""
         samples = self._samples
         assert samples is not None
-        inside = _inside(rollout, groups)
-        generated = rollout.context - samples.prompt_tokens[numbers]
-
-        def without_s(table: CostTable) -> float:
-            remaining = np.maximum(samples.tokens[numbers] - generated, 1)[None, :]
-            known = replace(
-                rollout,
-                of=rollout.of[inside],
-                context=rollout.context[inside],
-                lanes=rollout.lanes[inside],
-                compute=rollout.compute[inside],
-                remaining=remaining[:, inside],
-            )
-            return predicted_end_s(known, table)
-
-        return without_s
+        return lambda table: predicted_end_s(samples.as_it_came(rollout, numbers, groups), table)
 
     def _outcome(self, move: _Move, costs: CostTable | None) -> MoveEnded:
         reports, refused = move.reports, move.reports[0].refused if move.reports else None
@@ -526,8 +454,3 @@ class StepWiden:
 
     def _warn(self, message: str) -> None:
         self._emit(Note(level="warning", message=f"{self._plan.name}: {message}", pipeline=self._plan.name))
-
-
-def _inside(rollout: Rollout, groups: tuple[Group, ...]) -> np.ndarray:
-    """Which sequences of ``rollout`` are in ``groups``, bool [n]."""
-    return np.isin(rollout.of, [rollout.groups.index(group) for group in groups])
