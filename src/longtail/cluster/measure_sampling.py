@@ -6,6 +6,7 @@ That is how they run: workers of one machine share its memory's bandwidth, and a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -148,7 +149,7 @@ def step_s(together: Together, rig: Rig | None, batch: int, context: int, pace: 
 
 def prefill_costs(together: Together, rig: Rig | None, chunks: Sequence[int], pace: Pace) -> PrefillCosts:
     """Seconds per token for ``chunks`` (ascending) of a prompt; each is one quantum."""
-    taken = [together.median_s(None if rig is None else lambda n=n: rig.prefill(n), pace) for n in chunks]  # type: ignore[misc]
+    taken = [together.median_s(None if rig is None else partial(rig.prefill, n), pace) for n in chunks]
     per_token = tuple(seconds / n for seconds, n in zip(taken, chunks, strict=True))
     return PrefillCosts(chunk_tokens=tuple(chunks), seconds_per_token=per_token)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,7 +70,7 @@ def moves(
         blocks = pool.tables[row, 0, : 2 * many]
         write(store, blocks)
         seconds = [
-            together.median_s(None if comm is None else lambda n=n: _exchange_s(comm, store, blocks, n), MOVES)  # type: ignore[misc]
+            together.median_s(None if comm is None else partial(_exchange_s, comm, store, blocks, n), MOVES)
             for n in (few, many)
         ]
     finally:
