@@ -1,7 +1,9 @@
 """In which layout should a rollout begin?
 
 No lanes are to be moved yet, so each layout costs a handshake at most, and is worth what its best continuation is
-worth: to begin narrow and become wide in the tail is the plan that a narrow start is judged by.
+worth: to begin narrow and become wide in the tail is the plan that a narrow start is judged by. That plan is judged too
+well: in each outcome it switches at the best moment, which nobody knows when it comes. So of layouts that are equal
+within a margin the widest is taken.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from longtail.planner.plans import best_plan
 from longtail.planner.rollout import Block, Costs, Rollout
 from longtail.planner.tree import Group, Tree
 from longtail.planner.widen import Auto, Policy, Static, outcomes
+
+
+EQUAL = 0.03
+"""Layouts whose predicted times differ by less are equally good."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ def start_layout(work: Work, workers: int, slots: Mapping[int, int], table: Cost
     :class:`~longtail.planner.rollout.Rollout`.
 
     Requests are taken to be dealt out by expected tokens; how they are really placed is ``planner/order.py``'s matter,
-    with the costs of this layout (:meth:`CostTable.affine`). Of equally good layouts the narrowest is taken.
+    with the costs of this layout (:meth:`CostTable.affine`). Of equally good layouts the widest is taken.
     """
     if isinstance(policy, Static):
         return Start(Layout.uniform(workers, policy.degree), {})
@@ -57,7 +63,7 @@ def start_layout(work: Work, workers: int, slots: Mapping[int, int], table: Cost
         ends = [best_plan(whole, node, tree, costs, narrows=False).end_s for node in tree.blocks]
         handshake_s = table.switch.handshake_s if layout.degree > 1 else 0.0
         predicted_s[degree] = float(np.maximum.reduce(ends).mean()) + handshake_s
-    best = min(predicted_s, key=lambda degree: (predicted_s[degree], degree))
+    best = max(degree for degree, seconds in predicted_s.items() if seconds <= (1 + EQUAL) * min(predicted_s.values()))
     return Start(layouts[best], predicted_s)
 
 
