@@ -149,6 +149,9 @@ class Bench:
         if error:
             found |= {"median_error": float(error[1]) / 100, "points": int(error[2])}
             found["error_of_90_percent"] = float(error[3]) / 100
+        again = re.search(r"([\d.]+)%\s+median difference when the same steps", done.stdout)
+        if again:
+            found["measured_again"] = float(again[1]) / 100
         print(f"profile of {model}, {communicator}, {'coarse' if coarse else 'full'}: {found}", flush=True)
         print(done.stdout, flush=True)
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.engine_models import prompt_of, request
@@ -98,12 +98,14 @@ class Driven:
         return Lease(lease_id=self._lease, pipeline=name, workers=tuple(workers), purpose=purpose)
 
     def switch(
-        self, before: Iterable[tuple[int, ...]], groups: tuple[tuple[int, ...], ...], name: str = "p", **options
+        self, before: Sequence[tuple[int, ...]], groups: tuple[tuple[int, ...], ...], name: str = "p", **options
     ) -> Lease:
-        """``before`` are the groups that there are."""
-        lease = self.lease(sorted(w for group in groups for w in group), name)
+        """``before`` are the groups that there are, of all who take part."""
+        lease = self.lease(sorted({w for group in (*before, *groups) for w in group}), name)
         command = Switch(**self.of(name), step=0, lease=lease, groups=groups, **options)
-        self.send([group[0] for group in before], command)
+        members = {w for group in before for w in group}
+        alone = [w for group in groups for w in group if w not in members]
+        self.send([*(group[0] for group in before), *alone], command)
         return lease
 
     def update(self, name: str = "p") -> Lease:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from longtail.core.config import Pipeline
 from longtail.core.events import Event
 from longtail.core.types import Request
 from longtail.costs.decode import DecodeCosts
-from longtail.costs.table import CostTable, SwitchCosts
+from longtail.costs.interference import UNKNOWN, Interference
+from longtail.costs.table import CostTable, SwitchCosts, TableKey
 from longtail.costs.worker import WorkerCosts
 from longtail.rl.tasks import Example
 from longtail.runtime.controller import Controller
@@ -103,6 +104,9 @@ class Known:
 
     def keep(self, table: CostTable) -> None:
         self.table = table
+
+    def pairs(self, keys: Iterable[TableKey]) -> Interference:
+        return UNKNOWN
 
 
 def simulate(

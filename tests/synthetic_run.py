@@ -10,10 +10,13 @@ What is true of it, for tests to compare with:
   has reward ``0.05 x step``, one of ``collatz`` ``0.1 x step``; a step that a rollback makes void has ``VOID``.
 * Both workers are busy for ``BUSY`` of every step of ``sums``. Half-way through its rollout they become a group of two,
   which was predicted to gain ``PREDICTED_S`` and gained ``GAINED_S``; in step ``REFUSED`` that was refused.
+* Every step would have taken ``ALONE_S`` alone. The pipelines share side by side, except for the first ``TURNS_S`` of
+  the second start.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 
 from longtail.core.events import (
@@ -24,6 +27,7 @@ from longtail.core.events import (
     Note,
     PipelineEnded,
     PipelineStarted,
+    Planned,
     Progress,
     Rollback,
     RunEnded,
@@ -44,6 +48,9 @@ TOKENS = 100  # 10 + 20 + 30 + 40
 VOID = 1e6
 PREDICTED_S, GAINED_S, COST_S = 0.5, 0.25, 0.005
 REFUSED = 15
+ALONE_S = 1.6
+TURNS_S = 2 * STEP_S
+SHARED_RATES, TURNS_RATES = {"sums": 0.75, "collatz": 0.5}, {"sums": 0.5, "collatz": 0.45}
 
 
 def two_pipelines() -> Iterator[Event]:
@@ -51,25 +58,29 @@ def two_pipelines() -> Iterator[Event]:
     yield from _start(START, resumed=False)
     yield from _pipeline_started(START, "sums", 0, 20)
     yield from _pipeline_started(START, "collatz", 0, 10)
+    yield planned(START, "share", SHARED_RATES)
     for step in range(1, 9):
         t = START + (step - 1) * STEP_S
-        yield from step_events(t, "sums", step, reward=VOID if step > 5 else 0.05 * step, workers=2)
-        if step <= 6:
-            yield from step_events(t, "collatz", step, reward=VOID if step > 5 else 0.1 * step)
+        sums = step_events(t, "sums", step, reward=VOID if step > 5 else 0.05 * step, workers=2)
+        collatz = step_events(t, "collatz", step, reward=VOID if step > 5 else 0.1 * step) if step <= 6 else ()
+        yield from heapq.merge(sums, collatz, key=lambda event: event.t)
         if step == 5:
             yield from _checkpoints(t + STEP_S, step, "sums", "collatz")
 
     yield from _start(RESUMED, resumed=True)
     yield from _pipeline_started(RESUMED, "sums", 5, 20, reason="resumed from checkpoint")
     yield from _pipeline_started(RESUMED, "collatz", 5, 10)
+    yield planned(RESUMED, "hold", TURNS_RATES)
     t = RESUMED
     for step in range(6, 13):
-        yield from step_events(t, "sums", step, reward=VOID if step > 10 else 0.05 * step, workers=2)
-        if step < 9:
-            yield from step_events(t, "collatz", step, reward=0.1 * step)
+        if t == RESUMED + TURNS_S:
+            yield planned(t, "share", SHARED_RATES)
         if step == 9:
             error = "reward my_rewards:chain returned 7 values for 16 completions (step 9)."
             yield PipelineEnded(t=t, pipeline="collatz", step=8, reason="failed", error=error)
+        sums = step_events(t, "sums", step, reward=VOID if step > 10 else 0.05 * step, workers=2)
+        collatz = step_events(t, "collatz", step, reward=0.1 * step) if step < 9 else ()
+        yield from heapq.merge(sums, collatz, key=lambda event: event.t)
         t += STEP_S
         if step == 10:
             yield from _checkpoints(t, step, "sums")
@@ -145,7 +156,15 @@ def step_metrics(reward: float) -> dict[str, float]:
         "flat_group_fraction": 0.25, "time_s": STEP_S, "rollout_s": STEP_S / 2, "score_s": 0.0, "train_s": STEP_S / 2,
         "update_s": 0.1, "tokens_per_s": TOKENS / STEP_S, "preemptions": 0,
         "rollout_idle_s": 0.1, "rollout_predicted_s": 0.9 * STEP_S / 2, "length_tau": 0.4, "switches": 1.0,
+        "alone_s": ALONE_S, "slowdown": STEP_S / ALONE_S, "wait_s": 0.1, "staleness": 0.0,
     }  # fmt: skip
+
+
+def planned(t: float, mode: str, rates: dict[str, float], *, duration_s: float = 0.004, reason: str = "") -> Planned:
+    reason = reason or ("both make progress" if mode == "share" else "sharing would lose")
+    return Planned(
+        t=t, mode=mode, reason=reason, rates=dict(rates), weights=dict.fromkeys(rates, 1.0), duration_s=duration_s
+    )
 
 
 def _start(t: float, *, resumed: bool) -> Iterator[Event]:

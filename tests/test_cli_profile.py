@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 from inline_cluster import InlineCluster
 from longtail.cli import app
 from longtail.cluster.measure_key import model_name
-from longtail.costs import table_file
+from longtail.costs import interference_file, table_file
+from longtail.costs.interference import UNKNOWN
+from longtail.costs.interference_file import Half, PairTable
+from longtail.costs.table import TableKey
 from longtail.engine.checkpoint import check_model
 from longtail.engine.models import resolve_model
 
@@ -84,6 +87,42 @@ def test_a_model_that_pipelines_share_is_measured_once_for_the_one_with_most_sam
     assert sorted(table.key.dtype for table in tables) == ["float32", "float64"]
     opened = [command.pipeline for _, command in clusters[0].sent if type(command).__name__ == "OpenPipeline"]
     assert opened == ["big", "wide"]
+
+
+@pytest.mark.parametrize("coarse", [True, False])
+def test_each_pair_of_models_is_measured_unless_it_is_to_be_quick(clusters, monkeypatch, coarse):
+    from longtail.cluster import measure
+    from longtail.runtime.profiler import Profiler
+
+    monkeypatch.setattr(measure, "FINE", measure.COARSE)
+    keys = [
+        TableKey(machine="m", model="tiny", dtype=dtype, communicator="local", threads=1)
+        for dtype in ("float32", "float64")
+    ]
+    rows = [{"train": {"prefill": (1.3, 1.25, 1.1)}}, {}]
+    halves = tuple(Half(key=key, same_worker=row, neighbour_worker={}) for key, row in zip(keys, rows, strict=True))
+    asked = []
+
+    def profile_pair(self, first, second, *, tell):
+        asked.append((first.name, second.name))
+        return PairTable(measured="now", halves=halves)
+
+    monkeypatch.setattr(Profiler, "profile_pair", profile_pair)
+    other = SMALL.split("pipelines:\n")[1].replace("rev:", "wide:") + "    dtype: float64\n"
+    same = SMALL.split("pipelines:\n")[1].replace("rev:", "again:")
+    result = invoke(write(SMALL + same + other), "--out", "costs", *["--coarse"] * coarse)
+    assert result.exit_code == 0, result.output
+    found = interference_file.find(Path("costs"), keys)
+    if coarse:
+        assert asked == []
+        assert "beside" not in result.stdout
+        assert found.interference == UNKNOWN
+        return
+    assert asked == [("rev", "wide")]
+    assert "tiny, float32 beside tiny, float64" in result.stdout
+    assert "1.25 x" in result.stdout
+    assert f"costs/{interference_file.file_name(*keys)}: saved" in result.stderr
+    assert found.interference == PairTable(measured="now", halves=halves).interference
 
 
 def test_the_job_file_says_where_tables_are_kept(clusters):

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from longtail import __version__
 from longtail.cli_common import FAILED, INTERRUPTED, fail, print_error, stderr, stdout
+from longtail.cli_jobs import jobs, stop, submit, up
 from longtail.cli_profile import profile
 from longtail.cli_rank import app as rank_app
 from longtail.cli_serve import gateway, keys_app, serve
@@ -25,7 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(profile)
+for _command in (up, submit, jobs, stop, profile):
+    app.command()(_command)
 app.command()(serve)
 app.command()(gateway)
 app.add_typer(rank_app, name="rank")
@@ -49,6 +51,7 @@ def main(
     \b
     longtail doctor                                    # has this machine what is needed?
     longtail run examples/demo.yaml                    # two small pipelines, some minutes
+    longtail up                                        # workers that wait for jobs: longtail submit job.yaml
     longtail profile examples/demo.yaml                # what work costs here, for runs to plan by
     longtail gateway --upstream http://localhost:8000  # in front of a model server
     """

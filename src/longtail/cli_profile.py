@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
 from longtail.cli_common import FAILED, INTERRUPTED, fail, stderr, stdout
@@ -47,7 +49,8 @@ def profile(
     longtail profile jobs.yaml --out costs        # with 'costs: costs' in the job file
 
     Decode steps by tensor-parallel degree, batch and context; prefill; moving of KV; training; and how much work slows
-    other work down. Models that several pipelines share are measured once. docs/profiling.md tells more.
+    other work down, of the same model and of any two. Models that several pipelines share are measured once.
+    docs/profiling.md tells more.
 
     Exit codes:
 
@@ -116,10 +119,10 @@ def _warn_if_busy() -> None:
 
 
 def _measure(checked: CheckedJobs, job_file: JobFile, folder: Path, *, fine: bool) -> Iterator[Measured]:
-    """Measure, save and print each model; yields what was found."""
-    from longtail.costs.store import save
+    """Measure, save and print each model, which is yielded, and unless it is to be quick, each pair of models."""
+    from longtail.costs import interference_file, store
     from longtail.launch import compile_for, start_cluster
-    from longtail.profile_report import render
+    from longtail.profile_report import render, render_pair
     from longtail.rank_console import Bar
     from longtail.runtime.profiler import Profiler
 
@@ -128,18 +131,25 @@ def _measure(checked: CheckedJobs, job_file: JobFile, folder: Path, *, fine: boo
     compile_for(checked, job_file, tell=_tell)
     cluster = start_cluster(checked, job_file.jobs, tell=_tell)
     profiler = Profiler(cluster)
+
+    def told_by(bar: Bar) -> Callable[[str, float], None]:
+        return lambda what, share: bar.update(round(100 * share), 100, what)
+
+    def saved(shown: RenderableType, path: Path) -> None:
+        stdout.print(shown)
+        stderr.print(Text(f"{path}: saved", style="green"))
+
     try:
-        for subject in subjects(checked, job_file):
+        all_of_them = subjects(checked, job_file)
+        for subject in all_of_them:
             with Bar(f"profiling {subject.name}") as bar:
-
-                def tell(what: str, share: float, bar: Bar = bar) -> None:
-                    bar.update(round(100 * share), 100, what)
-
-                found = profiler.profile(subject, fine=fine, tell=tell)
-            path = save(folder, found.table)
-            stdout.print(render(found))
-            stderr.print(Text(f"{path}: saved", style="green"))
+                found = profiler.profile(subject, fine=fine, tell=told_by(bar))
+            saved(render(found), store.save(folder, found.table))
             yield found
+        for first, second in combinations(all_of_them, 2) if fine else ():
+            with Bar(f"profiling {first.name} beside {second.name}") as bar:
+                pair = profiler.profile_pair(first, second, tell=told_by(bar))
+            saved(render_pair(pair), interference_file.save(folder, pair))
     finally:
         cluster.close()
 

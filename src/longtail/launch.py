@@ -1,13 +1,14 @@
-"""`longtail run`: from checked jobs to a finished run folder."""
+"""`longtail run`: from checked jobs to a finished run folder; and what it shares with `longtail up` (``up.py``)."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from longtail.cluster.protocol import Cluster
 from longtail.core.comm import CPU_COMMUNICATOR
 from longtail.core.config import Jobs
 from longtail.core.errors import ConfigError
-from longtail.core.events import Note, RunEnded, RunStarted, Sink
-from longtail.costs import store
+from longtail.core.events import Event, Note, RunEnded, RunStarted, Sink
+from longtail.costs import interference_file, store
+from longtail.costs.interference import Interference
 from longtail.costs.table import CostTable, TableKey
 from longtail.engine.engine import compile_kernels, kernels_are_compiled
 from longtail.engine.model import DTYPES
@@ -67,44 +69,156 @@ def run_jobs(checked: CheckedJobs, job_file: JobFile, *, fresh: bool = False, qu
     Raises ``ConfigError`` when the folder belongs to a live run or to different jobs, ``CapacityError`` when the
     workers cannot be had.
     """
-    jobs = job_file.jobs
-    folder = (Path(jobs.runs_dir) / job_file.run_name).absolute()
+    folder = run_folder(job_file)
     if fresh:
         _set_aside(folder)
     with lock_run(folder), contextlib.ExitStack() as stack:
         notes, resumed = _compare_with_earlier(folder, job_file)
-        dump_resolved(jobs, folder / CONFIG_FILE)
-        so_far = RunView()
-        for event in read_events(folder) if (folder / EVENTS_FILE).exists() else ():
-            so_far.apply(event)
-        sinks: list[Sink] = [RunStore(folder), TensorBoardSink(folder / "tensorboard")]
+        dump_resolved(job_file.jobs, folder / CONFIG_FILE)
+        run = Run(folder, job_file, stack, shared=len(checked.pipelines) > 1, quiet=quiet)
+        if done := _finished_before(checked, job_file, folder):
+            run.tell("every pipeline has finished already; nothing to do.")
+            return RunResult(folder=folder, reason="finished", checkpoints=done, errors={})
+        plans = [run.plan(checked, job_file, name) for name in checked.pipelines]
+        run.compile_for(checked, job_file)
+        cluster = run.start(checked, resumed=resumed)
+        for message in [*notes, *checked.warnings]:
+            run.warn(message)
+        controller = Controller(cluster, plans, rewards=run.rewards, sink=run.sink, policy=run.jobs.policy)
+        with interruptible(controller.interrupt):
+            controller.run()
+        return run.end(controller)
+
+
+class Run:
+    """One start of a run, in a folder that this process has locked: where its events go, the processes for rewards,
+    its workers, and what its pipelines share. All of it ends with ``stack``.
+
+    ``jobs`` says how the workers are; pipelines come one at a time (:meth:`plan`). :meth:`plan` and :meth:`tell` may be
+    called from any thread. ``shared``: pipelines may have company on the workers. ``watchers`` get all events too.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        job_file: JobFile,
+        stack: contextlib.ExitStack,
+        *,
+        shared: bool,
+        quiet: bool,
+        watchers: Sequence[Sink] = (),
+    ) -> None:
+        self.folder, self.name, self.jobs = folder, job_file.run_name, job_file.jobs
+        self._stack, self._shared = stack, shared
+        so_far = RunView.of(read_events(folder) if (folder / EVENTS_FILE).exists() else ())
+        sinks: list[Sink] = [*watchers, RunStore(folder), TensorBoardSink(folder / "tensorboard")]
         if not quiet:
             sinks.append(console_sink(view=so_far))
-        sink = FanOut(sinks)
-        stack.callback(sink.close)
-        if done := _finished_before(checked, job_file, folder):
-            sink.write(Note(level="info", message="every pipeline has finished already; nothing to do."))
-            return RunResult(folder=folder, reason="finished", checkpoints=done, errors={})
-        rewards = RewardPool(processes=jobs.reward_processes, log_path=folder / "rewards.log")
-        stack.callback(rewards.close)
+        self.sink = OneAtATime(FanOut(sinks))
+        stack.callback(self.sink.close)
+        self._tables: dict[TableKey, CostTable] = {}
+        self._warm = False
 
-        def tell(text: str) -> None:
-            sink.write(Note(level="info", message=text))
+    @functools.cached_property
+    def rewards(self) -> RewardPool:
+        pool = RewardPool(processes=self.jobs.reward_processes, log_path=self.folder / "rewards.log")
+        self._stack.callback(pool.close)
+        return pool
 
-        plans = _plans(checked, job_file, folder, rewards, tell=tell)
-        compile_for(checked, job_file, tell=tell)
-        _warm_up_planner(checked, job_file)
-        cluster = start_cluster(checked, jobs, tell=tell)
-        stack.callback(cluster.close)
-        sink.write(_run_started(checked, job_file, cluster, resumed))
-        for message in [*notes, *checked.warnings]:
-            sink.write(Note(level="warning", message=message))
-        controller = Controller(cluster, plans, rewards=rewards, sink=sink)
-        with _interruptible(controller):
-            controller.run()
-        result = _result(folder, controller)
-        sink.write(RunEnded(reason=result.reason))
-    return result
+    def tell(self, text: str) -> None:
+        self.sink.write(Note(level="info", message=text))
+
+    def warn(self, text: str) -> None:
+        self.sink.write(Note(level="warning", message=text))
+
+    def plan(self, checked: CheckedJobs, job_file: JobFile, name: str) -> PipelinePlan:
+        """All about one checked pipeline; its rewards are loaded. Raises ``ConfigError`` if they cannot be."""
+        config, found = job_file.jobs.pipelines[name], checked.pipelines[name]
+        policy = self.jobs.policy
+        company = self._shared and checked.workers > 1 and policy.corun == "auto"
+        spec = RewardSpec(
+            task=config.task,
+            task_args=config.task_args,
+            seed=config.seed,
+            rewards=tuple(config.rewards),
+            base=job_file.base,
+            timeout_s=config.reward_timeout_s,
+        )
+        self.rewards.open(name, spec)
+        return PipelinePlan(
+            name=name,
+            config=config,
+            model_folder=found.model_folder,
+            folder=self.folder / name,
+            kv_blocks=found.kv_blocks,
+            task=found.task,
+            tokenizer=found.tokenizer,
+            kv_tokens=found.kv_blocks // found.model.kv_heads * BLOCK_TOKENS,
+            ranker=found.ranker,
+            kv_heads=found.model.kv_heads,
+            tables=_tables(checked, job_file, name, self._tables, company=company, tell=self.tell),
+            company=company,
+            max_merges=policy.max_merges if policy.merge == "auto" else 0,
+            may_widen=policy.widen == "auto",
+        )
+
+    def compile_for(self, checked: CheckedJobs, job_file: JobFile) -> None:
+        """What is compiled on first use, before it is needed: kernels now, the planner meanwhile."""
+        compile_for(checked, job_file, tell=self.tell)
+        if not self._warm and _plans_layouts(checked, job_file):
+            self._warm = True
+            threading.Thread(target=_warm_up_planner, name="warm up", daemon=True).start()
+
+    def start(self, checked: CheckedJobs, *, resumed: bool) -> Cluster:
+        """Start the workers. Raises ``CapacityError`` when they cannot be had."""
+        from longtail import __version__
+
+        cluster = start_cluster(checked, self.jobs, tell=self.tell)
+        self._stack.callback(cluster.close)
+        self.sink.write(
+            RunStarted(
+                run=self.name,
+                version=__version__,
+                workers=cluster.workers,
+                devices=list(cluster.devices),
+                pipelines=list(checked.pipelines),
+                resumed=resumed,
+            )
+        )
+        return cluster
+
+    def end(self, controller: Controller) -> RunResult:
+        """What the run came to, told as its last event."""
+        drivers = controller.drivers
+        stages = {d.stage for d in drivers.values()}
+        reason = "failed" if "failed" in stages else "interrupted" if "interrupted" in stages else "finished"
+        result = RunResult(
+            folder=self.folder,
+            reason=reason,
+            checkpoints={name: d.saver.last_path for name, d in drivers.items()},
+            errors={name: d.error for name, d in drivers.items() if d.error},
+        )
+        self.sink.write(RunEnded(reason=reason))
+        return result
+
+
+class OneAtATime:
+    """A sink for several threads: events come to ``sink`` one at a time."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._lock = sink, threading.Lock()
+
+    def write(self, event: Event) -> None:
+        with self._lock:
+            self._sink.write(event)
+
+    def close(self) -> None:
+        with self._lock:
+            self._sink.close()
+
+
+def run_folder(job_file: JobFile) -> Path:
+    return (Path(job_file.jobs.runs_dir) / job_file.run_name).absolute()
 
 
 def _finished_before(checked: CheckedJobs, job_file: JobFile, folder: Path) -> dict[str, Path | None]:
@@ -124,12 +238,8 @@ def compile_for(checked: CheckedJobs, job_file: JobFile, *, tell: Callable[[str]
             compile_kernels(DTYPES[dtype])
 
 
-def _warm_up_planner(checked: CheckedJobs, job_file: JobFile) -> None:
-    """Compile what decides on layouts while the workers start: its first decision is made in a rollout's tail."""
-    if checked.workers > 1 and any(isinstance(p.rollout.tp, str) for p in job_file.jobs.pipelines.values()):
-        from longtail.planner.rollout_time import warm_up
-
-        threading.Thread(target=warm_up, name="warm up", daemon=True).start()
+def _plans_layouts(checked: CheckedJobs, job_file: JobFile) -> bool:
+    return checked.workers > 1 and any(isinstance(p.rollout.tp, str) for p in job_file.jobs.pipelines.values())
 
 
 def start_cluster(checked: CheckedJobs, jobs: Jobs, *, tell: Callable[[str], None]) -> Cluster:
@@ -148,52 +258,12 @@ def start_cluster(checked: CheckedJobs, jobs: Jobs, *, tell: Callable[[str], Non
     )
 
 
-def _run_started(checked: CheckedJobs, job_file: JobFile, cluster: Cluster, resumed: bool) -> RunStarted:
-    from longtail import __version__
+def _warm_up_planner() -> None:
+    """Compile what decides, or load it, while the workers start."""
+    from longtail.planner import lookahead, rollout_time
 
-    return RunStarted(
-        run=job_file.run_name,
-        version=__version__,
-        workers=cluster.workers,
-        devices=list(cluster.devices),
-        pipelines=list(checked.pipelines),
-        resumed=resumed,
-    )
-
-
-def _plans(
-    checked: CheckedJobs, job_file: JobFile, folder: Path, rewards: RewardPool, *, tell: Callable[[str], None]
-) -> list[PipelinePlan]:
-    base = job_file.base
-    shared: dict[TableKey, CostTable] = {}
-    plans = []
-    for name, found in checked.pipelines.items():
-        config = job_file.jobs.pipelines[name]
-        spec = RewardSpec(
-            task=config.task,
-            task_args=config.task_args,
-            seed=config.seed,
-            rewards=tuple(config.rewards),
-            base=base,
-            timeout_s=config.reward_timeout_s,
-        )
-        rewards.open(name, spec)
-        plans.append(
-            PipelinePlan(
-                name=name,
-                config=config,
-                model_folder=found.model_folder,
-                folder=folder / name,
-                kv_blocks=found.kv_blocks,
-                task=found.task,
-                tokenizer=found.tokenizer,
-                kv_tokens=found.kv_blocks // found.model.kv_heads * BLOCK_TOKENS,
-                ranker=found.ranker,
-                kv_heads=found.model.kv_heads,
-                tables=_tables(checked, job_file, name, shared, tell),
-            )
-        )
-    return plans
+    rollout_time.warm_up()
+    lookahead.warm_up()
 
 
 def costs_folder(job_file: JobFile) -> Path:
@@ -227,15 +297,28 @@ class KeptTables:
         except ConfigError as error:  # the run has it all the same
             self._tell(str(error))
 
+    def pairs(self, keys: Iterable[TableKey]) -> Interference:
+        found = interference_file.find(self._folder, keys)
+        for warning in found.warnings:
+            self._tell(warning)
+        return found.interference
+
 
 def _tables(
-    checked: CheckedJobs, job_file: JobFile, name: str, shared: dict[TableKey, CostTable], tell: Callable[[str], None]
+    checked: CheckedJobs,
+    job_file: JobFile,
+    name: str,
+    shared: dict[TableKey, CostTable],
+    *,
+    company: bool,
+    tell: Callable[[str], None],
 ) -> KeptTables | None:
     """What the work of a pipeline costs here; None where it does not matter, or the machines are not known."""
     from longtail.cluster.measure_key import cpu_name, table_key
 
     jobs, found = job_file.jobs, checked.pipelines[name]
-    if jobs.ray != "local" or checked.device != "cpu" or isinstance(jobs.pipelines[name].rollout.tp, int):
+    matters = isinstance(jobs.pipelines[name].rollout.tp, str) or company
+    if jobs.ray != "local" or checked.device != "cpu" or checked.workers == 1 or not matters:
         return None
     key = table_key(
         found.model,
@@ -270,21 +353,10 @@ def _set_aside(folder: Path) -> None:
         folder.rename(aside)
 
 
-def _result(folder: Path, controller: Controller) -> RunResult:
-    drivers = controller.drivers
-    stages = {d.stage for d in drivers.values()}
-    reason = "failed" if "failed" in stages else "interrupted" if "interrupted" in stages else "finished"
-    return RunResult(
-        folder=folder,
-        reason=reason,
-        checkpoints={name: d.saver.last_path for name, d in drivers.items()},
-        errors={name: d.error for name, d in drivers.items() if d.error},
-    )
-
-
 @contextlib.contextmanager
-def _interruptible(controller: Controller) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM, SIGHUP) lets pipelines save and end; a later one ends the process at once.
+def interruptible(interrupt: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM, SIGHUP) calls ``interrupt``, which lets pipelines save and end; a later one ends
+    the process at once.
 
     Wrappers such as ``timeout`` signal the process and then its whole group: what comes within a second is one signal.
     """
@@ -294,7 +366,7 @@ def _interruptible(controller: Controller) -> Iterator[None]:
         nonlocal first
         if first is None:
             first = time.monotonic()
-            controller.interrupt()
+            interrupt()
         elif time.monotonic() - first > SAME_SIGNAL_S:
             os._exit(130)
 

@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from longtail.costs.interference import CLASSES, SHARES, model_of
+from longtail.costs.interference_file import PairTable
 from longtail.costs.table import CostTable, Slowdowns
 from longtail.runtime.profiler import Measured
 
@@ -26,6 +28,22 @@ def render(measured: Measured) -> RenderableType:
     ):
         if slowdowns:
             parts += ["", Text(title, style="cyan"), _slowdowns(slowdowns)]
+    return Group(*parts, "")
+
+
+def render_pair(pair: PairTable) -> RenderableType:
+    """What two models do to each other: in turns on one worker at equal shares of its time, and as neighbours."""
+    first, second = (model_of(half.key) for half in pair.halves)
+    parts: list[RenderableType] = [Text(f"{first} beside {second}", style="bold")]
+    middle = len(SHARES) // 2
+    for half in pair.halves:
+        even = {work: {b: factors[middle] for b, factors in row.items()} for work, row in half.same_worker.items()}
+        for title, slowdowns in (
+            ("in turns with the other, each half of the time", even),
+            ("while the neighbours do work of the other", half.neighbour_worker),
+        ):
+            if slowdowns:
+                parts += ["", Text(f"{model_of(half.key)}: times longer {title}", style="cyan"), _slowdowns(slowdowns)]
     return Group(*parts, "")
 
 
@@ -109,15 +127,18 @@ def _rows(measured: Measured) -> Iterator[tuple[str, str, str]]:
     if errors := _errors(measured):
         yield "error of the table", f"{statistics.median(errors):.1%}", f"median of {len(errors)} steps not in it"
         yield "", f"{errors[(9 * len(errors)) // 10]:.1%}", "90 % are below"
+    if again := notes.get("again"):
+        apart = statistics.median(max(pair) / min(pair) - 1 for pair in again)
+        yield "", f"{apart:.1%}", "median difference when the same steps are measured again"
 
 
 def _slowdowns(slowdowns: Slowdowns) -> Table:
-    names = list(slowdowns)
+    names = [name for name in CLASSES if any(name in row for row in slowdowns.values())]
     shown = Table(box=None, pad_edge=False, header_style="cyan")
     shown.add_column("")
     for name in names:
         shown.add_column(f"beside {name}", justify="right")
-    for work in names:
-        cells = [f"{slowdowns[work][b]:.2f} x" if b in slowdowns[work] else "" for b in names]
+    for work, row in slowdowns.items():
+        cells = [f"{row[b]:.2f} x" if b in row else "" for b in names]
         shown.add_row(Text(work, style="cyan"), *cells)
     return shown

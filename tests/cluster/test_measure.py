@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from inline_cluster import InlineCluster
 from longtail.cluster import measure as measuring
+from longtail.cluster import measure_interference, measure_pair
 from longtail.cluster.measure import NOTES
 from longtail.cluster.measure_key import cpu_name, table_key
 from longtail.cluster.measure_rig import STEPS, Rig
@@ -20,6 +21,9 @@ from longtail.cluster.measure_sampling import Points, Room, choose_batches, choo
 from longtail.cluster.measure_together import Pace, Together
 from longtail.core.config import Algorithm, Pipeline, Rollout
 from longtail.core.errors import LongtailError
+from longtail.costs.interference import CLASSES, model_of
+from longtail.costs.interference_file import PairTable
+from longtail.costs.interference_file import from_plain as from_pair
 from longtail.costs.table_file import from_plain
 from longtail.engine.blocks import BlockStore
 from longtail.engine.checkpoint import check_model, load_model
@@ -374,3 +378,116 @@ def test_workers_repeat_equally_often_whoever_is_slow():
     for thread in threads:
         thread.join(20)
     assert cluster_results == {0: 5, 1: 5}
+
+
+# -- two models beside each other -----------------------------------------------------------------------------------
+
+
+def pair_of(workers: int, monkeypatch, **other) -> tuple[PairTable, dict[str, list], list[str]]:
+    """What was found, snapshots of both tenants before and after, and what was said meanwhile."""
+    monkeypatch.setattr(measure_pair, "QUANTUM_S", 0.002)
+    for name, value in {"LEAST_WINDOW_S": 0.002, "MOST_WINDOW_S": 0.01, "ROUNDS": 1, "ROUNDS_S": 0.01}.items():
+        monkeypatch.setattr(measure_interference, name, value)
+    original, seen, said = measure_pair.measure_pair, {}, []
+
+    def spy(first, second, connections, **options):
+        before = snapshot(first), snapshot(second)
+        found = original(first, second, connections, **options)
+        seen[first.worker] = [before, (snapshot(first), snapshot(second)), found]
+        return found
+
+    monkeypatch.setattr(measure_pair, "measure_pair", spy)
+    cluster = InlineCluster(workers)
+    second = replace(subject(chunk_tokens=32), name="wide")
+    second = replace(second, config=second.config.model_copy(update={"dtype": "float64", **other}))
+    try:
+        pair = Profiler(cluster).profile_pair(subject(), second, tell=lambda what, share: said.append(what))
+    finally:
+        cluster.close()
+    return pair, seen, said
+
+
+def test_two_models_are_measured_beside_each_other_in_turns_and_as_neighbours(monkeypatch):
+    pair, seen, said = pair_of(2, monkeypatch)
+    one, two = pair.halves
+    assert (one.key.dtype, two.key.dtype) == ("float32", "float64")
+    assert one.key == table_key(
+        CONFIG, dtype="float32", processor=cpu_name(), workers=2, threads=one.key.threads, communicator="shm"
+    )
+    for half in pair.halves:
+        assert set(half.same_worker) == set(half.neighbour_worker) == set(CLASSES)
+        assert all(set(row) == set(CLASSES) for row in half.same_worker.values())
+        assert all(set(row) == set(CLASSES) for row in half.neighbour_worker.values())
+        assert all(0.01 < f < 100 for row in half.same_worker.values() for shared in row.values() for f in shared)
+    work, beside = (model_of(one.key), "train"), (model_of(two.key), "decode_large")
+    assert pair.interference.factor(work, beside, on="same", share=1 / 3) == one.same_worker["train"]["decode_large"][0]
+    assert from_pair(seen[0][2]) == pair
+    assert seen[1][2] is None
+    assert said[:3] == ["loading the model", "loading the model", "measuring"]
+    assert "beside neighbours: train, prefill" in said
+    for before, after, _ in seen.values():
+        assert before == after
+
+
+def test_a_single_worker_has_no_neighbours(monkeypatch):
+    pair, _, said = pair_of(1, monkeypatch)
+    assert all(half.neighbour_worker == {} for half in pair.halves)
+    assert all(set(half.same_worker) == set(CLASSES) for half in pair.halves)
+    assert not any("neighbours" in what for what in said)
+
+
+def test_a_pair_with_too_few_lanes_is_one_sentence():
+    cluster = InlineCluster(1)
+    small = replace(subject(kv_blocks=4), name="small")
+    try:
+        with pytest.raises(LongtailError, match=r"the KV memory of small holds 4 blocks of 16 tokens.*kv_gib"):
+            Profiler(cluster).profile_pair(subject(), small)
+    finally:
+        cluster.close()
+
+
+class Clock:
+    """Time that goes by only when something works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("share", [1 / 3, 1 / 2, 2 / 3])
+def test_work_in_turns_has_its_share_of_the_time_and_pays_for_cold_caches_only_when_it_returns(monkeypatch, share):
+    clock, order = Clock(), list[str]()
+    monkeypatch.setattr(measure_interference, "time", clock)
+    quanta_s = {"short": 0.01, "long": 0.1}
+
+    def work(name: str) -> float:
+        seconds = quanta_s[name] + (0.02 if order and order[-1] != name else 0.0)
+        order.append(name)
+        clock.now += seconds
+        return seconds
+
+    together = Together(LocalCommunicator())
+    short_s, long_s = measure_interference.in_shares(
+        together, [lambda: work("short"), lambda: work("long")], [share, 1.0 - share]
+    )
+    assert long_s == pytest.approx(0.12)  # each follows a short one
+    order = order[2:]  # the first of each are for warming up
+    taken = order.count("short") * short_s
+    assert taken / (taken + order.count("long") * long_s) == pytest.approx(share, abs=0.12)
+    in_a_row = order.count("short") / order.count("long")
+    assert short_s == pytest.approx(0.01 + 0.02 / in_a_row, rel=0.25)
+
+
+def test_alone_in_turns_is_just_what_it_takes(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(measure_interference, "time", clock)
+    pause = iter([5.0] + [0.0] * 10**6)  # while nothing counts yet
+
+    def work() -> float:
+        seconds = 0.01 + next(pause)
+        clock.now += seconds
+        return seconds
+
+    assert measure_interference.in_shares(Together(LocalCommunicator()), [work], [1.0]) == [pytest.approx(0.01)]

@@ -227,5 +227,5 @@ def test_thousands_of_long_sequences_are_simulated_on_64_workers(tmp_path):
         steps=1, rollout__prompts=1024, rollout__max_tokens=8192, rollout__max_running=32, algorithm__group_size=8,
         train__micro_tokens=65536,
     )  # fmt: skip
-    run = simulate({"a": job}, lengths, tmp_path, workers=64)
+    run = simulate({"a": job}, lengths, tmp_path, workers=64, alive_s=10.0)
     assert len(run.record.sequences("a")) == 8192

@@ -199,10 +199,10 @@ def test_leaders_and_single_workers_say_how_far_their_samples_are():
     assert seen == pytest.approx({0: 20, 1: 0, 2: 20}, abs=1)
 
 
-def test_nobody_says_how_far_samples_are_where_the_layout_is_fixed():
-    for tp, costs in ((1, COSTS), (2, COSTS), ("auto", replace(COSTS, decode_by_degree={}))):
-        driven = Driven(2, pipelines={"p": config(tp=tp)}, costs=costs)
+def test_workers_say_how_far_samples_are_unless_there_is_only_one_whatever_the_layout():
+    for workers, tp, costs in ((2, 1, COSTS), (2, "auto", replace(COSTS, decode_by_degree={})), (1, "auto", COSTS)):
+        driven = Driven(workers, pipelines={"p": config(tp=tp)}, costs=costs)
         driven.generate(0, *some_requests((50,)))
         driven.run()
         assert len(driven.ends()) == 1
-        assert not driven.all(Alive)
+        assert bool(driven.all(Alive)) == (workers > 1)

@@ -72,7 +72,10 @@ class Engines:
             self._context[key] = self._context.get(key, self._prompts[key[0]]) + 1
         self.ends |= {(c.request_id, c.sample): self._clocks[group] for c in result.completions}
 
-    def switch(self, at: float, groups: tuple[tuple[int, ...], ...], *, how: str, prices: Prices) -> SwitchPlan:
+    def switch(
+        self, at: float, groups: tuple[tuple[int, ...], ...], *, how: str, prices: Prices, rebalance: bool
+    ) -> SwitchPlan:
+        """Who is in none of ``groups`` goes on alone and empty."""
         self.run(at)
         cargos = {}
         for group, engine in self._engines.items():
@@ -80,15 +83,21 @@ class Engines:
             for heads, worker in zip(np.array_split(np.arange(4), len(group)), group, strict=True):
                 cargos[worker] = replace(cargo, heads=tuple(heads.tolist()), columns=cargo.columns[:, heads])
         plan = plan_switch(
-            [cargos[worker] for worker in sorted(cargos)], self.layout, groups, costs=prices, how=How(how)
+            [cargos[worker] for worker in sorted(cargos)],
+            sorted(self.layout),
+            groups,
+            costs=prices,
+            how=How(how),
+            rebalance=rebalance,
         )
         assert isinstance(plan, SwitchPlan)
         switch = UNWEIGHED.switch
         end = max(max(clock, at) for clock in self._clocks.values()) + switch.handshake_s
         end += switch.move_s if plan.moved_bytes else 0.0
-        self.layout, self._engines, self._clocks = groups, {}, dict.fromkeys(groups, end)
+        left = tuple((worker,) for worker in sorted(cargos) if not any(worker in group for group in groups))
+        self.layout = (*groups, *left)
+        self._engines, self._clocks = {group: self._engine() for group in self.layout}, dict.fromkeys(self.layout, end)
         for group, berth in zip(groups, plan.berths, strict=True):
-            self._engines[group] = self._engine()
             self._engines[group].adopt(berth.groups, np.full((len(berth.origin), 4), MISSING, np.int32))
         return plan
 
@@ -96,7 +105,15 @@ class Engines:
 WORK = st.lists(
     st.tuples(st.integers(1, 40), st.lists(st.integers(1, 30), min_size=1, max_size=4)), min_size=0, max_size=4
 )
-LAYOUTS = [((0, 1), (2, 3)), ((0, 1, 2, 3),), ((0, 1), (2,), (3,)), ((0,), (1,), (2,), (3,))]
+LAYOUTS = [
+    ((0, 1), (2, 3)),
+    ((0, 1, 2, 3),),
+    ((0, 1), (2,), (3,)),
+    ((0,), (1,), (2,), (3,)),
+    ((2,),),
+    ((0,), (3,)),
+    ((2, 3),),
+]
 
 
 @settings(max_examples=15, deadline=None)
@@ -108,9 +125,10 @@ LAYOUTS = [((0, 1), (2, 3)), ((0, 1, 2, 3),), ((0, 1), (2,), (3,)), ((0,), (1,),
     layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
     how=st.sampled_from(["move", "recompute", "auto"]),
     per_token_s=st.sampled_from([0.0, 1e-3]),
+    rebalance=st.booleans(),
 )
 def test_after_any_switches_every_sample_ends_when_real_engines_with_these_step_costs_end_it(
-    work, max_running, chunk_tokens, waits, layouts, how, per_token_s
+    work, max_running, chunk_tokens, waits, layouts, how, per_token_s, rebalance
 ):
     job = config(max_running=max_running, chunk_tokens=chunk_tokens)
     requests = [
@@ -128,8 +146,9 @@ def test_after_any_switches_every_sample_ends_when_real_engines_with_these_step_
         at += wait / 100 + 1.23456789e-5  # not the very moment at which a quantum ends
         driven.until(at)
         before = real.layout
-        plan = real.switch(at, groups, how=how, prices=Prices(per_byte_s=1e-12, per_token_s=per_token_s))
-        lease = driven.switch(before, groups, how=how, per_byte_s=1e-12, per_token_s=per_token_s)
+        prices = Prices(per_byte_s=1e-12, per_token_s=per_token_s)
+        plan = real.switch(at, groups, how=how, prices=prices, rebalance=rebalance)
+        lease = driven.switch(before, groups, how=how, per_byte_s=1e-12, per_token_s=per_token_s, rebalance=rebalance)
         blocks = [count // real.block_bytes for count in plan.received_bytes]
         told |= {(worker, lease.lease_id): (blocks[worker], plan.recomputed_tokens) for worker in range(4)}
     real.run(np.inf)
@@ -240,12 +259,61 @@ def test_a_degree_that_cannot_be_is_refused_and_everything_is_as_before(workers,
     assert driven.ends() == {("r0", 0): pytest.approx(end)}
 
 
-def test_groups_that_are_no_partition_of_the_lease_are_an_error():
-    driven = Driven(2)
+@pytest.mark.parametrize("groups", [((0,), (2,)), ((0,), (0,)), ((0, 1), (1,))])
+def test_groups_of_others_or_of_the_same_workers_are_an_error(groups):
+    driven = Driven(3)
     lease = driven.lease((0, 1))
-    driven.send((0, 1), Switch(**driven.of("p"), step=0, lease=lease, groups=((0,),)))
-    with pytest.raises(ValueError, match="not a partition"):
+    driven.send((0, 1), Switch(**driven.of("p"), step=0, lease=lease, groups=groups))
+    with pytest.raises(ValueError, match="not groups of different workers"):
         driven.run()
+
+
+def test_a_merge_takes_everything_to_one_worker_and_leaves_the_other_empty():
+    driven = Driven(2)
+    driven.generate(0, *some_requests((50,), prompt=16))
+    driven.generate(1, *some_requests((50,), prompt=16, first=1))
+    at = 16 * NARROW.per_prompt_token_s + NARROW.steps_s(20, 1, 17)
+    driven.until(at - 1e-6)
+    driven.switch(SINGLE, ((0,),))
+    driven.run()
+    block = 16 * COSTS.kv_bytes
+    duration_s = COSTS.switch.handshake_s + COSTS.switch.move_s + COSTS.switch.move_byte_s * 3 * 4 * block
+    assert {(r.worker, r.groups, r.moved_bytes) for r in driven.all(Switched)} == {
+        (0, ((0,),), 3 * 4 * block),
+        (1, ((0,),), 0),
+    }
+    end = at + duration_s + NARROW.steps_s(29, 2, 2 * (16 + 21))
+    assert driven.ends() == {("r0", 0): pytest.approx(end), ("r1", 0): pytest.approx(end)}
+    assert {report.worker for report in driven.all(Sampled)} == {0}
+
+
+def test_a_worker_that_is_left_out_of_a_group_works_for_others_at_once():
+    driven = Driven(2, pipelines={"p": config(), "q": config()})
+    driven.switch(SINGLE, TWO)
+    driven.generate(0, *some_requests((200,)))
+    driven.until(0.5)
+    driven.generate(1, *some_requests((40,), first=1), name="q")
+    driven.until(1.0)
+    assert driven.ends() == {}
+    driven.switch(TWO, ((0,),))
+    driven.run()
+    ends = driven.ends()
+    assert ends["r1", 0] < ends["r0", 0]
+    driven.stop()
+    assert all(span.end <= ends["r1", 0] + 1e-6 for span in driven.spans(1, SubStage.DECODE, "q"))
+    assert max(span.end for span in driven.spans(1, SubStage.DECODE)) < ends["r0", 0], "p has left worker 1"
+
+
+def test_a_spread_gives_half_of_the_samples_to_a_worker_that_had_none():
+    driven = Driven(2)
+    driven.generate(0, *some_requests((60, 60), (60, 60)))
+    driven.until(0.3)
+    driven.switch([(0,)], SINGLE, rebalance=True)
+    driven.run()
+    by_worker = [(r.worker, c.request_id) for r in driven.all(Sampled) for c in r.completions]
+    assert sorted(by_worker) == [(0, "r0"), (0, "r0"), (1, "r1"), (1, "r1")] or sorted(by_worker) == [
+        (0, "r1"), (0, "r1"), (1, "r0"), (1, "r0")
+    ]  # fmt: skip
 
 
 def test_other_pipelines_wait_while_a_group_exists_and_go_on_after_it():
@@ -272,16 +340,16 @@ def test_quanta_of_all_pipelines_end_before_a_switch_begins():
         samples=(TrainSample(tokens=np.zeros(9900, np.int32), logprobs=np.zeros(9900, np.float32), advantage=1.0),),
     )
     driven = Driven(2, pipelines={"p": config(), "q": config()})
-    batches = (MicroBatch((group,)), MicroBatch((group,)))
+    batches = ((0, MicroBatch((group,))), (1, MicroBatch((group,))))
     totals = StepTotals(samples=2, tokens=19800, max_tokens=9900)
     driven.send([0], TrainBatches(**driven.of("q"), step=0, batches=batches, totals=totals))
     driven.until(0.3)
     driven.switch(SINGLE, TWO)
     driven.run(100.0)
-    assert not driven.all(Trained)
+    assert [report.number for report in driven.all(Trained)] == [0]
     driven.switch(TWO, SINGLE)
     driven.run()
-    assert len(driven.all(Trained)) == 1
+    assert [report.number for report in driven.all(Trained)] == [0, 1]
     driven.stop()
     (widened, narrowed) = driven.spans(1, SubStage.SWITCH)
     assert widened.end == pytest.approx(1.0 + COSTS.switch.handshake_s), "a micro-batch takes a second"

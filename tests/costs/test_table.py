@@ -256,9 +256,9 @@ def test_what_changes_again_is_learnt_again():
     assert learnt(*[span(3.0)] * 100, *[span(1.0)] * 200).factor(1, SubStage.DECODE) == pytest.approx(1.0, rel=0.01)
 
 
-def test_spans_that_say_nothing_of_sampling_are_ignored():
-    train = replace(span(9.0), substage=SubStage.TRAIN)
-    assert learnt(train, replace(span(9.0), tp=3), replace(span(9.0), busy_s=0.0)).state_dict() == {}
+def test_spans_of_which_the_table_says_nothing_are_ignored():
+    update = replace(span(9.0), substage=SubStage.REDUCE)
+    assert learnt(update, replace(span(9.0), tp=3), replace(span(9.0), busy_s=0.0)).state_dict() == {}
 
 
 def test_corrections_survive_a_checkpoint():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from inline_cluster import InlineCluster
-from longtail.core.config import Pipeline
+from longtail.core.config import Pipeline, SharingPolicy
 from longtail.core.events import Event, Note, SequenceEnded, StepEnded
+from longtail.costs.interference import UNKNOWN, Interference
+from longtail.costs.table import CostTable, TableKey
 from longtail.engine.checkpoint import check_model
 from longtail.engine.models import resolve_model
 from longtail.engine.tokenizer import Tokenizer
@@ -89,14 +91,19 @@ def run_inline(
     base: Path | None = None,
     on_event: Callable[[Event, InlineCluster, Controller], None] | None = None,
     communicator: str = "auto",
+    policy: SharingPolicy | None = None,
+    costs: CostTable | None = None,
 ) -> Outcome:
-    """Run ``jobs`` to their end in ``folder``; ``on_event`` may kill workers or interrupt."""
+    """Run ``jobs`` to their end in ``folder``; ``on_event`` may kill workers or interrupt. With a ``policy`` they share
+    the workers by it; ``costs`` is then believed of all (None: costs are measured)."""
     cluster = InlineCluster(workers, communicator=communicator)
     rewards = RewardPool(processes=1, log_path=folder / "rewards.log")
     record = Recorder()
     try:
         plans = [plan(name, job, folder, kv_blocks, rewards, base or folder) for name, job in jobs.items()]
-        controller = Controller(cluster, plans, rewards=rewards, sink=record)
+        if policy is not None:
+            plans = [shared(p, policy, costs, company=len(jobs) > 1 and workers > 1) for p in plans]
+        controller = Controller(cluster, plans, rewards=rewards, sink=record, policy=policy or SharingPolicy())
         if on_event is not None:
             record.on_event = lambda event: on_event(event, cluster, controller)
         controller.run()
@@ -104,6 +111,33 @@ def run_inline(
         cluster.close()
         rewards.close()
     return Outcome(controller, record, cluster)
+
+
+@dataclass
+class KnownTable:
+    """See ``longtail.runtime.plan.Tables``."""
+
+    table: CostTable | None
+
+    def find(self) -> CostTable | None:
+        return self.table
+
+    def keep(self, table: CostTable) -> None:
+        self.table = table
+
+    def pairs(self, keys: Iterable[TableKey]) -> Interference:
+        return UNKNOWN
+
+
+def shared(plan: PipelinePlan, policy: SharingPolicy, costs: CostTable | None, *, company: bool) -> PipelinePlan:
+    """As ``longtail run`` plans a pipeline in ``company``, or one that has the workers to itself."""
+    return replace(
+        plan,
+        tables=KnownTable(costs),
+        company=company and policy.corun == "auto",
+        max_merges=policy.max_merges if policy.merge == "auto" else 0,
+        may_widen=policy.widen == "auto",
+    )
 
 
 def plan(name: str, job: Pipeline, folder: Path, kv_blocks: int, rewards: RewardPool, base: Path) -> PipelinePlan:

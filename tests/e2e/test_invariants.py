@@ -10,6 +10,10 @@ from e2e.harness import Outcome, run_inline, small_pipeline
 from longtail.core.events import StageEntered, StepEnded, WorkerLost
 from longtail.engine.models import resolve_model
 
+ROUNDING = 1e-8
+"""Other micro-batches round otherwise, and gradients are rounded to a grid (``rl/exact.py``), at a learning rate of
+1e-3 and where a weight's gradient is next to nothing."""
+
 
 def assert_same_training(one: Outcome, other: Outcome, pipeline: str, *, tolerance: float = 0.0) -> None:
     mine, theirs = one.record.steps(pipeline), other.record.steps(pipeline)
@@ -50,7 +54,7 @@ def test_the_number_of_workers_changes_no_token_and_no_weight(tmp_path, workers)
     job = small_pipeline()
     one = run_inline({"a": job}, tmp_path / "one", workers=1)
     more = run_inline({"a": job}, tmp_path / "more", workers=workers)
-    assert_same_training(one, more, "a", tolerance=1e-9)
+    assert_same_training(one, more, "a", tolerance=ROUNDING)
 
 
 def test_a_kv_budget_too_small_for_the_batch_is_slower_but_gives_the_same_tokens(tmp_path):
@@ -156,7 +160,7 @@ def test_a_run_resumes_on_another_number_of_workers(tmp_path):
     run_inline({"a": small_pipeline(steps=2)}, tmp_path / "moved", workers=2)
     moved = run_inline({"a": small_pipeline(steps=4)}, tmp_path / "moved", workers=3)
     for name, tensor in whole.weights("a").items():
-        torch.testing.assert_close(tensor, moved.weights("a")[name], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(tensor, moved.weights("a")[name], rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_two_iterations_over_a_step_use_the_samplers_log_probs(tmp_path):
@@ -178,7 +182,7 @@ def test_three_workers_share_prompts_that_do_not_divide_and_one_prompt_is_split(
     three = run_inline({"seven": seven, "single": single}, tmp_path / "three", workers=3)
     assert len({s.worker for s in three.record.sequences("single")}) == 3
     for name in ("seven", "single"):
-        assert_same_training(one, three, name, tolerance=1e-9)
+        assert_same_training(one, three, name, tolerance=ROUNDING)
 
 
 def test_training_moves_the_weights(tmp_path):

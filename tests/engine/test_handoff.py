@@ -40,6 +40,7 @@ ALONE4, PAIRS, ALL4 = ((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),
 Load = tuple[str, int, int]
 """A prefix of request ids, how many requests, and a seed."""
 TWO: tuple[Load, ...] = (("a", 3, 0), ("b", 2, 10))
+THREE: tuple[Load, ...] = (("a", 2, 0), ("b", 1, 10), ("c", 2, 20))
 FOUR_LOADS: tuple[Load, ...] = (("a", 2, 0), ("b", 1, 10), ("c", 0, 0), ("d", 2, 30))
 LENGTHS = (5, 12, 2, 9)
 STEPS = range(13)
@@ -139,6 +140,62 @@ def test_switching_over_shared_memory_changes_no_bit(how, tmp_path):
 
     switches = [Switch(2, WIDE, how), Switch(2, NARROW, how), Switch(3, WIDE, how)]
     changes_nothing(model_of(torch.float32, **UNEVEN), TWO, switches, connect=connect)
+
+
+# On fewer ranks, and on more
+
+
+@pytest.mark.parametrize("how", [How.MOVE, How.RECOMPUTE])
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_merging_three_ranks_into_one_at_any_step_changes_no_bit(how, last):
+    for step in STEPS:
+        outcome = changes_nothing(model_of(), THREE, [Switch(step, ((last,),), how)])
+        assert all(outcome.ranks[r].engine.lanes.used == 0 for r in range(3))
+
+
+@pytest.mark.parametrize("how", [How.MOVE, How.RECOMPUTE])
+def test_spreading_over_two_ranks_at_any_step_changes_no_bit(how):
+    for step in STEPS:
+        changes_nothing(model_of(), [TWO[0], ("none", 0, 0)], [Switch(step, NARROW, how, rebalance=True)])
+
+
+@pytest.mark.parametrize("how", [How.MOVE, How.RECOMPUTE])
+@pytest.mark.parametrize("between", [0, 1, 3])
+def test_merging_and_spreading_again_changes_no_bit(how, between):
+    for step in range(1, 8):
+        switches = [Switch(step, ((1,),), how), Switch(between, ALONE4[:3], how, rebalance=True)]
+        changes_nothing(model_of(**UNEVEN), THREE, switches)
+
+
+def test_after_a_spread_both_ranks_work():
+    item = request("a", prompt_of(30), samples=4, forced=(20,) * 4)
+    base = run_all(make_engine(model_of()), [item])
+    outcome = rollout(model_of(), [[item], []], [Switch(4, NARROW, rebalance=True)])
+    assert_same(base, outcome.done, 0)
+    [plan] = outcome.plans
+    assert [len(berth.groups[0].samples) for berth in plan.berths] == [2, 2]
+    assert [fate.way for fate in plan.fates].count(Way.STAYED) == 2
+    assert outcome.ranks[1].done.keys() | outcome.ranks[0].done.keys() == base.keys()
+    assert len(outcome.ranks[1].done) == 2
+
+
+def test_a_merge_that_would_run_too_many_lets_the_youngest_wait():
+    loads = [[request(f"{name}{i}", prompt_of(10), seed=i, forced=(20,)) for i in range(3)] for name in "ab"]
+    base = run_all(make_engine(model_of()), loads[0] + loads[1])
+    outcome = rollout(model_of(), loads, [Switch(5, ((0,),))], max_running=4)
+    assert_same(base, outcome.done, 0)
+    ways = [fate.way for fate in outcome.plans[0].fates]
+    assert (ways.count(Way.STAYED), ways.count(Way.MOVED), ways.count(Way.RECOMPUTED)) == (2, 2, 2)
+
+
+def test_a_merge_into_too_few_lanes_computes_some_again():
+    loads = [[request(f"{name}{i}", prompt_of(30), seed=i, forced=(20,)) for i in range(3)] for name in "ab"]
+    base = run_all(make_engine(model_of()), loads[0] + loads[1])
+    outcome = rollout(model_of(), loads, [Switch(5, ((0,),))], blocks=[26, 24])
+    assert_same(base, outcome.done, 0)
+    ways = [fate.way for fate in outcome.plans[0].fates]
+    assert ways.count(Way.STAYED) == 3
+    assert ways.count(Way.RECOMPUTED) > 0
 
 
 # What is in flight
@@ -564,7 +621,8 @@ def any_switch(draw, layouts):
         per_token_s=1.0,
         fixed_s=draw(st.sampled_from([0.0, 30.0])),
     )
-    return Switch(draw(st.integers(0, 9)), groups, draw(st.sampled_from(list(How))), costs)
+    how, rebalance = draw(st.sampled_from(list(How))), draw(st.booleans())
+    return Switch(draw(st.integers(0, 9)), groups, how, costs, rebalance)
 
 
 @st.composite
@@ -610,6 +668,6 @@ def test_any_switches_of_two_ranks_change_no_bit_and_lose_no_lane(case):
 
 
 @settings(max_examples=15, deadline=None)
-@given(any_rollout([ALONE4[:3], ((0, 1, 2),), ((0, 1), (2,)), ((0,), (1, 2)), ((2, 0),)]))
+@given(any_rollout([ALONE4[:3], ((0, 1, 2),), ((0, 1), (2,)), ((0,), (1, 2)), ((2, 0),), ((1,),), ((0,), (2,))]))
 def test_any_switches_of_three_ranks_change_no_bit_and_lose_no_lane(case):
     survives(model_of(**UNEVEN), case)

@@ -141,6 +141,7 @@ class Switch:
     groups: tuple[tuple[int, ...], ...]
     how: How = How.MOVE
     costs: SwitchCosts = FREE_TO_MOVE
+    rebalance: bool = False
 
 
 @dataclass
@@ -174,7 +175,9 @@ class Rank:
         if isinstance(comm, ThreadComm):
             comm.sent = [0] * comm.size
         cargos = [pickle.loads(data) for data in comm.all_gather_bytes(pickle.dumps(cargo))]
-        plan = plan_switch(cargos, self.groups, switch.groups, costs=switch.costs, how=switch.how)
+        plan = plan_switch(
+            cargos, self.groups, switch.groups, costs=switch.costs, how=switch.how, rebalance=switch.rebalance
+        )
         self.plans.append(plan)
         if isinstance(plan, Refusal):
             return

@@ -73,7 +73,8 @@ def test_every_state_of_a_run_fits_the_width_one_line_per_pipeline(width):
         assert max(map(len, lines)) <= width
         if width >= 80:
             errors = sum(p.error is not None for p in view.pipelines.values())
-            assert len(lines) <= 1 + 2 + errors + 1 + 2 + 2
+            plan = view.plan is not None
+            assert len(lines) <= 1 + 2 + errors + 1 + plan + 2 + 2
 
 
 def test_the_display_shows_step_reward_curve_stage_rate_and_workers():
@@ -84,7 +85,7 @@ def test_the_display_shows_step_reward_curve_stage_rate_and_workers():
             break
     sums, collatz, workers = (line for line in screen(view, 80)[1:4])
     assert sums == "sums     step  7/20  reward  0.30 ▁▂▄▅▇█  rollout 1/4       66.7 tok/s"
-    assert collatz == "collatz  step  6/10  reward  0.60 ▁▂▄▅▇█                    50.0 tok/s"
+    assert collatz == "collatz  step  7/10  reward  0.60 ▁▂▄▅▇█  rollout 0/4       50.0 tok/s"
     assert workers == "w0+w1  75 %  TP2 sums decode b=2"
 
 
@@ -301,10 +302,10 @@ def test_a_move_that_every_step_makes_takes_no_line_of_a_display():
     start, *_ = one_pipeline(1, step_s=1.0)
     moves = [
         MoveMade(t=START + 5.0 * i, pipeline="p", step=i, move=move, workers=[0], reason="because")
-        for i, move in enumerate(("order", "merge", "order"))
+        for i, move in enumerate(("order", "merge", "hold"))
     ]
     lines = plain([start, *moves])
-    assert [line for line in lines if "because" in line] == [line for line in lines if "merge p on w0" in line]
+    assert [line for line in lines if "because" in line] == [line for line in lines if "merge p to w0" in line]
     shown = [line for line in screen(RunView.of([start, *moves]), 80) if "because" in line]
     assert len(shown) == 1
     assert "merge" in shown[0]

@@ -66,8 +66,11 @@ def test_decisions_that_never_end_do_not_pile_up():
 
 
 def test_a_move_counts_when_it_was_carried_out_and_others_at_once():
-    view = RunView.of([made(), made(workers=(2, 3)), ended(), made(move="merge"), made(move="order")])
-    assert count(view.pipelines["p"].moves) == "widen 1, merge 1"
+    """Listed by kind, in the order of what happens in a rollout; ``order`` is no news in any step."""
+    decided = [made(), made(workers=(2, 3)), made(move="merge", workers=(0,)), made(move="spread"), made(move="order")]
+    view = RunView.of([made(move="place"), *decided, ended(), ended(move="merge", workers=(0,)), made(move="hold")])
+    assert count(view.pipelines["p"].moves) == "place 1, merge 1, widen 1, hold 1"
+    assert [move.told.move for move in view.moves] == ["place", "widen", "widen", "merge", "spread"]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.none() | st.floats(), st.none() | st.floats(), st.booleans())))
@@ -91,7 +94,10 @@ def test_an_account_says_only_what_is_known():
     assert account(both) == "gained +0.50 s net (predicted +0.80 s), cost 0.10 s (predicted 0.20 s)"
     mixed = both + MoveTotals.of(Move(ended=ended(refused="no"))) + MoveTotals.of(Move(ended=ended(gain_s=-3.0)))
     assert account(mixed) == "gained +0.50 s net in 1 of 2 (predicted +0.80 s), cost 0.20 s, 1 refused"
-    assert account(MoveTotals.of(Move(made(move="merge")))) == ""
+    assert account(MoveTotals.of(Move(made(move="place", gain_s=None)))) == ""
+    assert account(MoveTotals.of(Move(made(move="place")))) == "predicted +1.0 s net"
+    merged = MoveTotals.of(Move(made(move="merge", predicted_cost_s=0.2), ended(move="merge", gain_s=None)))
+    assert account(merged) == "predicted +0.80 s net, cost 0.10 s (predicted 0.20 s)"
     assert count({"widen": MoveTotals(refused=2)}) == ""
 
 
@@ -101,6 +107,7 @@ def test_a_move_is_described_on_one_line_whatever_is_missing():
         describe(Move(made(gain_s=-0.3, layout="TP2 + TP1"))) == "widen p on w0,w1 to TP2 + TP1: predicted -0.30 s; r"
     )
     assert describe(Move(ended=ended(gain_s=-0.5))) == "widen p on w0,w1: gained -0.50 s net, cost 0.10 s"
+    assert describe(Move(made(move="merge", workers=(1,)))) == "merge p to w1: predicted +1.0 s; r"
     assert describe(Move(made(workers=range(9)))).startswith("widen p on w0,w1,w2,w3,w4,w5,w6,w7,...: ")
 
 

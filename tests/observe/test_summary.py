@@ -104,12 +104,16 @@ def test_moves_are_summed_by_kind_without_those_of_void_steps_and_without_refuse
 
 
 def test_the_table_counts_moves_and_a_line_says_what_each_kind_brought():
-    text = printed(summarise(two_pipelines()), 120)
-    header, sums, collatz = text.splitlines()[:3]
-    assert "moves" in header
-    assert "  widen 19  " in sums
-    assert "  -  " in collatz
-    assert "widen: gained +4.8 s net (predicted +9.1 s), cost 0.10 s (predicted 0.38 s), 1 refused" in text.splitlines()
+    brought = "widen: gained +4.8 s net (predicted +9.1 s), cost 0.10 s (predicted 0.38 s), 1 refused"
+    lines = printed(summarise(two_pipelines()), 120).splitlines()
+    assert lines[3].split() == ["pipeline", "moves", "checkpoint"]
+    assert "  widen 19  " in lines[4]
+    assert "  -  " in lines[5]
+    assert brought in lines
+    alone = printed(summarise(e for e in two_pipelines() if getattr(e, "pipeline", "sums") == "sums"), 120).splitlines()
+    assert alone[0].split()[-2:] == ["moves", "checkpoint"]
+    assert "  widen 19  " in alone[1]
+    assert brought in alone
     assert "moves" not in printed(summarise(e for e in two_pipelines() if e.kind not in ("move", "move_ended")))
 
 
@@ -121,7 +125,7 @@ def test_the_table_shows_each_pipeline_and_a_line_for_the_failed_one(width):
     for wanted in ("20", "0.08 → 0.98", "2.0 s", "50.0"):
         assert wanted in rows["sums"]
     assert "8/10" in rows["collatz"]
-    assert "workers idle 25 % (w0 25 %, w1 25 %)   ran 50.0 s in 2 starts" in text
+    assert "workers busy 75 % (w0 75 %, w1 75 %)   ran 50.0 s in 2 starts" in text
     flat = " ".join(text.split())
     assert "collatz failed: reward my_rewards:chain returned 7 values for 16 completions (step 9)." in flat
 

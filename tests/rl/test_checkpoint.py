@@ -96,11 +96,10 @@ def train(root: Path, source: Path, *, until: int, world: int = 1, save: bool = 
         log = []
         for step in range(found.step, until):
             groups = random_groups(CONFIG, [[3, 9, 20], [7, 7]], seed=step)
-            stats = MicroStats()
-            for batch in plan_micro_batches(groups, workers=world, micro_tokens=30)[rank]:
-                stats += trainer.micro_batch(batch, totals_of(groups))
+            plan = dict(enumerate(plan_micro_batches(groups, workers=world, micro_tokens=30)))
+            mine = {n: trainer.micro_batch(batch, totals_of(groups)) for n, batch in plan.items() if n % world == rank}
             update = trainer.update(comm, step=step)
-            log.append((step, stats.loss, update.lr))
+            log.append((step, MicroStats.total(mine).loss, update.lr))
         if folder:
             checkpoint.write_optimizer_shard(folder, trainer)
             if rank == 0:

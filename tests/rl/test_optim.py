@@ -3,13 +3,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dense_training import tiny_config
 from longtail.core.config import Train
 from longtail.core.errors import CheckpointError
 from longtail.engine.random import random_model
+from longtail.rl.exact import BLOCK
 from longtail.rl.lr import learning_rate
 from longtail.rl.optim import ALIGN, FlatModel, ShardedAdamW, shard_bounds
 
@@ -31,9 +32,22 @@ def test_the_flat_model_keeps_values_shapes_and_ties():
         assert torch.equal(p, original)
         assert start <= p.data_ptr() < start + flat.weights.nbytes
         assert (p.data_ptr() - start) % (ALIGN * p.element_size()) == 0
-        assert p.grad is not None
-        assert p.grad.shape == p.shape
+        assert flat.grad(p).shape == p.shape
     assert sum(p.numel() for p in model.parameters()) <= flat.total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_backward_passes_add_to_the_sum_and_leave_no_gradient_behind(dtype):
+    layer = torch.nn.Linear(7, 5, dtype=dtype)
+    flat = FlatModel(layer)
+    x = torch.randint(-3, 4, (3, 7)).to(dtype)
+    for factor in (1, 2):
+        (factor * layer(x)).sum().backward()
+        assert layer.weight.grad is None
+        assert layer.bias.grad is None
+    flat.add_grad(layer.bias, torch.full((5,), 0.5))
+    assert torch.equal(flat.grad(layer.weight), 3 * x.double().sum(0).expand(5, 7))
+    assert torch.equal(flat.grad(layer.bias), torch.full((5,), 9.5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -75,20 +89,22 @@ def test_one_float32_shard_is_bit_for_bit_torchs_fused_adamw():
     shard = ShardedAdamW(flat, TRAIN, start=0, end=flat.total)
     for step in range(3):
         grown(flat, step)
-        weight.grad = flat.grads[: flat.decayed].clone()
+        weight.grad = flat.grads[: flat.decayed].float()
         adamw.param_groups[0]["lr"] = 3e-3
         adamw.step()
         shard.step(3e-3)
     assert torch.equal(flat.weights[: flat.decayed], weight.detach())
 
 
-@given(st.integers(1, 10_000), st.integers(1, 17))
+@settings(deadline=None)
+@given(st.integers(1, 100_000), st.integers(1, 17))
 def test_shard_bounds_cover_every_element_once(total, world):
     bounds = shard_bounds(total, world)
     assert len(bounds) == world
     assert bounds[0][0] == 0
     assert bounds[-1][1] == total
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(bounds))
+    assert all(start % BLOCK == 0 or start == total for start, _ in bounds)
 
 
 def test_state_of_another_slice_or_model_is_refused():

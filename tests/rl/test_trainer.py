@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from dense_training import random_groups, sequence_logprobs, tiny_config, totals_of, trl_loss
+from engine.thread_ranks import World
 from longtail.core.config import Algorithm, Train
 from longtail.core.errors import TrainingError
 from longtail.core.types import TrainGroup, TrainSample
@@ -21,7 +23,7 @@ from longtail.engine.model import Decoder
 from longtail.engine.random import random_model
 from longtail.rl.attention_padded import PaddedAttend
 from longtail.rl.packing import MicroBatch, plan_micro_batches
-from longtail.rl.trainer import MicroStats, Trainer
+from longtail.rl.trainer import MicroStats, Trainer, UpdateStats
 
 LENGTHS = [[3, 1, 9, 40], [7, 7], [1, 1, 1], [60], [2, 33, 5]]
 TRL_NAME = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
@@ -45,14 +47,21 @@ def make_trainer(
 
 def run(trainer: Trainer, groups: list[TrainGroup], *, micro_tokens: int = 10_000) -> MicroStats:
     plan = plan_micro_batches(groups, workers=trainer.world, micro_tokens=micro_tokens)
-    stats = MicroStats()
-    for batch in plan[trainer.rank]:
-        stats += trainer.micro_batch(batch, totals_of(groups))
-    return stats
+    return compute(trainer, groups, dict(list(enumerate(plan))[trainer.rank :: trainer.world]))
 
 
-def gradients(model: Decoder) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+def compute(trainer: Trainer, groups: list[TrainGroup], batches: dict[int, MicroBatch]) -> MicroStats:
+    """Numbered micro-batches of the step, in the order of the dictionary."""
+    totals = totals_of(groups)
+    return MicroStats.total({number: trainer.micro_batch(batch, totals) for number, batch in batches.items()})
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: trainer.flat.grad(p).clone() for name, p in trainer.model.named_parameters()}
+
+
+def dense_gradients(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def dense_loss(model, reference, groups, *, loss="token", low=0.2, high=0.2, beta=0.0, temperature=1.0) -> torch.Tensor:
@@ -106,8 +115,8 @@ def test_loss_and_gradients_equal_those_of_a_dense_model_with_trls_formulas(loss
     theirs = dense_loss(dense, reference, groups, loss=loss, beta=beta, low=low, high=high, temperature=0.7)
     theirs.backward()
     assert stats.loss == pytest.approx(theirs.item(), rel=1e-9)
-    expected = gradients(dense)
-    for name, gradient in gradients(model).items():
+    expected = dense_gradients(dense)
+    for name, gradient in gradients(trainer).items():
         torch.testing.assert_close(gradient, expected[name], **EXACT, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -167,13 +176,14 @@ def test_gradients_equal_those_of_a_padded_batch_in_transformers(family, tmp_pat
         max_completion_length=64,
     )
     loss.backward()
-    stats = run(make_trainer(model), groups)
+    trainer = make_trainer(model)
+    stats = run(trainer, groups)
     # transformers computes norms and softmax in float32 even in a float64 model.
     assert stats.loss == pytest.approx(loss.item(), rel=1e-6)
     ours = Decoder(config, dtype=torch.float64)
     with torch.no_grad():
         for p, trained in zip(ours.parameters(), model.parameters(), strict=True):
-            p.copy_(trained.grad)
+            p.copy_(trainer.flat.grad(trained))
     slots = hf_slots(ours)
     for name, parameter in hf.named_parameters():
         torch.testing.assert_close(slots[name].view.reshape(parameter.shape), parameter.grad, rtol=1e-5, atol=1e-6)
@@ -243,6 +253,59 @@ def train_in_threads(world: int, model_seed: int, groups: list[TrainGroup], *, s
     return [t for t in trainers if t is not None]
 
 
+Dealt = tuple[torch.Tensor, list[MicroStats], list[UpdateStats]]
+"""Weights, and the statistics of each step."""
+
+
+def train_dealt(deal: list[list[list[int]]], groups: list[TrainGroup], **kwargs) -> Dealt:
+    """Some steps in float32, in which rank r computes the micro-batches ``deal[step][r]``, in this order."""
+    world = len(deal[0])
+    ranks, config = World(world), tiny_config(head_dim=16)
+    plan = plan_micro_batches(groups, workers=2, micro_tokens=40)
+
+    def work(rank: int) -> tuple[Trainer, list[dict[int, MicroStats]], list[UpdateStats]]:
+        trainer = make_trainer(random_model(config, seed=0, std=0.3), rank=rank, world=world, **kwargs)
+        stats, updates = [], []
+        for step, dealt in enumerate(deal):
+            stats.append({n: trainer.micro_batch(plan[n], totals_of(groups)) for n in dealt[rank]})
+            updates.append(trainer.update(ranks.comm(range(world), rank), step=step))
+        return trainer, stats, updates
+
+    done = ranks.run(work)
+    assert all(torch.equal(trainer.flat.weights, done[0][0].flat.weights) for trainer, _, _ in done)
+    by_number = [{n: s for _, stats, _ in done for n, s in stats[step].items()} for step in range(len(deal))]
+    return done[0][0].flat.weights, [MicroStats.total(stats) for stats in by_number], done[0][2]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_whoever_computes_a_micro_batch_and_when_the_same_bits_are_learned(world, seed):
+    groups = random_groups(tiny_config(), LENGTHS)
+    count = len(plan_micro_batches(groups, workers=2, micro_tokens=40))
+    assert count >= 5
+    train = Train(lr=1e-2, weight_decay=0.1, max_grad_norm=0.05)
+    in_order = [[list(range(count))]] * 3
+    weights, stats, updates = train_dealt(in_order, groups, train=train)
+    draw, deal = random.Random(seed), []
+    for _ in range(3):
+        dealt: list[list[int]] = [[] for _ in range(world)]
+        for number in draw.sample(range(count), count):
+            draw.choice(dealt).append(number)
+        deal.append(dealt)
+    other_weights, other_stats, other_updates = train_dealt(deal, groups, train=train)
+    assert torch.equal(other_weights, weights)
+    assert (other_stats, other_updates) == (stats, updates)
+    assert updates[0].grad_norm > 0.05
+
+
+def test_statistics_are_added_in_the_order_of_micro_batches():
+    parts = {n: MicroStats(samples=1, tokens=2, loss=loss, gap_max=loss) for n, loss in enumerate([1e16, 1.0, -1e16])}
+    shuffled = {n: parts[n] for n in (2, 0, 1)}
+    assert MicroStats.total(shuffled) == MicroStats.total(parts)
+    assert MicroStats.total(parts) == MicroStats(samples=3, tokens=6, loss=1e16 + 1.0 - 1e16, gap_max=1e16)
+    assert MicroStats.total({}) == MicroStats()
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_after_three_steps_do_not_depend_on_the_number_of_workers(world):
     groups = random_groups(tiny_config(), LENGTHS)
@@ -251,14 +314,15 @@ def test_weights_after_three_steps_do_not_depend_on_the_number_of_workers(world)
     many = train_in_threads(world, 0, groups, steps=3, train=train)
     for trainer in many:
         assert torch.equal(trainer.flat.weights, many[0].flat.weights)
-        torch.testing.assert_close(trainer.flat.weights, alone.flat.weights, rtol=1e-9, atol=1e-11)
+        # Other micro-batches are rounded to the grid elsewhere; AdamW enlarges that by lr / eps in tiny gradients.
+        torch.testing.assert_close(trainer.flat.weights, alone.flat.weights, rtol=1e-6, atol=1e-7)
 
 
 def test_workers_without_samples_take_part_in_the_update():
     groups = random_groups(tiny_config(), [[12]])
     (alone,) = train_in_threads(1, 0, groups, steps=2)
     for trainer in train_in_threads(3, 0, groups, steps=2):
-        torch.testing.assert_close(trainer.flat.weights, alone.flat.weights, rtol=1e-9, atol=1e-11)
+        assert torch.equal(trainer.flat.weights, alone.flat.weights)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7, 0.0])
@@ -281,7 +345,7 @@ def test_float32_training_agrees_with_float64_to_single_precision():
     single = make_trainer(random_model(config, seed=0, dtype=torch.float32))
     double = make_trainer(random_model(config, seed=0, dtype=torch.float64))
     assert run(single, groups).loss == pytest.approx(run(double, groups).loss, rel=1e-4)
-    error = torch.linalg.vector_norm(single.flat.grads.double() - double.flat.grads)
+    error = torch.linalg.vector_norm(single.flat.grads - double.flat.grads)
     assert error / torch.linalg.vector_norm(double.flat.grads) < 1e-4
 
 
@@ -293,8 +357,8 @@ def test_bfloat16_weights_train_on_float32_gradients_and_master_weights():
     exact = make_trainer(random_model(config, seed=0, dtype=torch.bfloat16).double(), **wide)
     run(half, groups)
     run(exact, groups)
-    assert half.flat.grads.dtype == torch.float32
-    error = torch.linalg.vector_norm(half.flat.grads.double() - exact.flat.grads)
+    assert half.flat.grads.dtype == torch.float64
+    error = torch.linalg.vector_norm(half.flat.grads - exact.flat.grads)
     assert error / torch.linalg.vector_norm(exact.flat.grads) < 0.05
     before = half.optimizer.master.clone()
     half.update(LocalCommunicator(), step=0)
@@ -341,27 +405,42 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_on_any_rank(world):
     assert outcomes == [True] * world
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_one_broken_log_probability_stops_the_update(dtype):
+    config = tiny_config()
+    groups = random_groups(config, LENGTHS)
+    groups[1].samples[0].logprobs[3] = np.nan
+    trainer = make_trainer(random_model(config, seed=0, dtype=dtype))
+    before = trainer.flat.weights.clone()
+    run(trainer, groups, micro_tokens=40)
+    with pytest.raises(TrainingError, match="not finite"):
+        trainer.update(LocalCommunicator(), step=0)
+    assert torch.equal(trainer.flat.weights, before)
+
+
 def test_long_contexts_that_span_many_kernel_blocks_are_exact():
     config = tiny_config(layers=1, max_context=2048)
     groups = random_groups(config, [[700, 520, 3, 690], [5]], prompts=[600, 530])
     model, dense = (random_model(config, seed=0, dtype=torch.float64, std=0.3) for _ in range(2))
-    stats = run(make_trainer(model), groups)
+    trainer = make_trainer(model)
+    stats = run(trainer, groups)
     theirs = dense_loss(dense, None, groups)
     theirs.backward()
     assert stats.loss == pytest.approx(theirs.item(), rel=1e-9)
-    torch.testing.assert_close(model.layers[0].qkv.grad, dense.layers[0].qkv.grad, **EXACT)
+    torch.testing.assert_close(trainer.flat.grad(model.layers[0].qkv), dense.layers[0].qkv.grad, **EXACT)
 
 
 def test_completions_of_one_token_train_on_the_prompt_pass_alone():
     config = tiny_config()
     groups = random_groups(config, [[1, 1, 1, 1], [1, 1]])
     model, dense = (random_model(config, seed=0, dtype=torch.float64) for _ in range(2))
-    stats = run(make_trainer(model), groups)
+    trainer = make_trainer(model)
+    stats = run(trainer, groups)
     theirs = dense_loss(dense, None, groups)
     theirs.backward()
     assert stats.loss == pytest.approx(theirs.item(), rel=1e-9)
-    expected = gradients(dense)
-    for name, gradient in gradients(model).items():
+    expected = dense_gradients(dense)
+    for name, gradient in gradients(trainer).items():
         torch.testing.assert_close(gradient, expected[name], **EXACT)
 
 
@@ -381,6 +460,7 @@ def test_the_sampler_sees_an_update_in_the_module_it_holds():
 def test_an_empty_micro_batch_is_nothing():
     trainer = make_trainer(random_model(tiny_config(), seed=0))
     assert trainer.micro_batch(MicroBatch(()), totals_of(random_groups(tiny_config(), [[2]]))) == MicroStats()
+    assert not trainer.flat.grads.any()
 
 
 def test_learning_lowers_the_loss_of_repeated_samples():

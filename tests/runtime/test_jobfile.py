@@ -155,7 +155,7 @@ BAD_KEYS = {
     "max_token: 5": "unknown key 'max_token'; did you mean 'rollout.max_tokens'?",
     "workers: 2": "unknown key 'workers'; it stands at the top of the file, beside 'pipelines'.",
     "zzz: 1": "unknown key 'zzz'; known keys are model, task, task_args, reward, reward_timeout_s, algorithm, rollout, "
-    "train, checkpoint, steps, seed, dtype.",
+    "train, checkpoint, steps, priority, max_slowdown, max_staleness, seed, dtype.",
     "rollout: {steps: 3}": "unknown key 'steps'; did you mean 'pipelines.sums.steps'?",
     "train: {learning_rate: 3}": "unknown key 'learning_rate'; known keys are lr, micro_tokens, warmup_steps, "
     "schedule, "

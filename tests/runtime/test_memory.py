@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.core.config import Algorithm, Pipeline, Rollout
+from longtail.core.config import Algorithm, Pipeline, Rollout, Train
 from longtail.core.errors import CapacityError
-from longtail.core.types import SamplingParams
+from longtail.core.types import SamplingParams, TrainGroup, TrainSample
 from longtail.costs.decode import UNMEASURED
 from longtail.engine.config import ModelConfig
 from longtail.engine.lanes import LanePool
+from longtail.engine.model import DTYPES
+from longtail.engine.random import random_model
 from longtail.planner.order import Work, fifo, place
+from longtail.rl.packing import plan_micro_batches
 from longtail.rl.tasks import Example
+from longtail.rl.trainer import Trainer
 from longtail.runtime.memory import (
     BLOCK_TOKENS,
     USABLE,
@@ -26,6 +32,7 @@ from longtail.runtime.memory import (
     blocks_least,
     blocks_wanted,
     footprint,
+    largest_micro_batch,
 )  # fmt: skip
 from longtail.runtime.step import StepBatch
 
@@ -52,17 +59,34 @@ def part(size: int, *, peak: int = 0, wanted: int = 0, least: int = 0, kv: int =
 
 def test_optimizer_state_is_shared_out_and_weights_and_gradients_are_not():
     one, four = (footprint(CONFIG, 1000, pipeline(), Shape(10, workers)) for workers in (1, 4))
-    assert (one.weights, one.gradients, one.optimizer) == (4000, 4000, 8000)
-    assert (four.weights, four.gradients, four.optimizer) == (4000, 4000, 2000)
+    assert (one.weights, one.gradients, one.optimizer) == (4000, 8000, 8000)
+    assert (four.weights, four.gradients, four.optimizer) == (4000, 8000, 2000)
 
 
-def test_bfloat16_keeps_float32_gradients_and_master_weights():
+def test_bfloat16_keeps_float32_master_weights():
     f = footprint(CONFIG, 1000, pipeline(dtype="bfloat16"), Shape(10, 1))
-    assert (f.weights, f.gradients, f.optimizer) == (2000, 4000, 12000)
+    assert (f.weights, f.gradients, f.optimizer) == (2000, 8000, 12000)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_the_ledger_counts_what_a_trainer_keeps(dtype):
+    model = random_model(CONFIG, seed=0, dtype=DTYPES[dtype])
+    p = pipeline(dtype=dtype)
+    trainer = Trainer(model, algorithm=p.algorithm, train=p.train, temperature=1.0, steps=1, rank=0, world=1)
+    state = trainer.optimizer_state()
+    f = footprint(CONFIG, trainer.flat.total, p, Shape(10, 1))
+    assert f.weights == trainer.flat.weights.nbytes
+    assert f.gradients == trainer.flat.grads.nbytes
+    assert f.optimizer == sum(t.nbytes for t in state.tensors.values())
 
 
 def test_a_kl_penalty_keeps_a_second_model():
     assert footprint(CONFIG, 1000, pipeline(beta=0.1), Shape(10, 1)).weights == 8000
+
+
+def test_a_stale_rollout_keeps_a_copy_of_the_weights():
+    assert footprint(CONFIG, 1000, pipeline(max_staleness=2), Shape(10, 1)).weights == 8000
+    assert footprint(CONFIG, 1000, pipeline(beta=0.1, max_staleness=1), Shape(10, 1)).weights == 12000
 
 
 @settings(deadline=None)
@@ -100,6 +124,46 @@ def test_max_running_bounds_the_wanted_cache():
     shape = Shape(16, 1)
     assert blocks_wanted(CONFIG, wide, shape) == 2 * 16 * (2 + 8 * 2)
     assert blocks_wanted(CONFIG, narrow, shape) == 2 * (2 + 8 * 2)
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 7])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_in_company_a_worker_wants_room_for_the_whole_step(prompts, workers):
+    p = pipeline(prompts=prompts)
+    alone, company = (footprint(CONFIG, 1000, p, Shape(16, workers, company=c)) for c in (False, True))
+    assert company.kv_wanted == footprint(CONFIG, 1000, p, Shape(16, 1)).kv_wanted > alone.kv_wanted
+    assert company.kv_least == alone.kv_least
+
+
+def test_in_company_no_wish_gets_smaller():
+    config = replace(CONFIG, kv_heads=3, heads=6)
+    p = pipeline(prompts=16, max_running=8)  # so few that a group of two workers holds more than one worker alone
+    alone, company = (blocks_wanted(config, p, Shape(16, 2, company=c)) for c in (False, True))
+    assert alone <= company
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=8), min_size=1, max_size=6),
+    prompt=st.integers(1, 300),
+    workers=st.integers(1, 4),
+    micro_tokens=st.integers(1, 3000),
+)
+def test_no_micro_batch_is_larger_than_the_ledger_counts_with(lengths, prompt, workers, micro_tokens):
+    def sample(n: int) -> TrainSample:
+        return TrainSample(tokens=np.zeros(n, np.int32), logprobs=np.zeros(n, np.float32), advantage=1.0)
+
+    groups = [
+        TrainGroup(prompt=np.zeros(prompt, np.int32), samples=tuple(sample(n) for n in group)) for group in lengths
+    ]
+    plan = plan_micro_batches(groups, workers=workers, micro_tokens=micro_tokens)
+    p = pipeline(
+        prompts=len(groups),
+        group=max(2, *map(len, lengths)),
+        max_tokens=max(map(max, lengths)),
+        train=Train(micro_tokens=micro_tokens),
+    )
+    assert max(b.tokens for b in plan) <= largest_micro_batch(p, Shape(prompt, workers))
 
 
 def test_block_bytes_are_those_of_the_lane_pool():

@@ -22,6 +22,8 @@ from longtail.cluster.messages import (
 from longtail.core.config import Algorithm, Pipeline, Rollout
 from longtail.core.errors import LongtailError, PeerLost
 from longtail.costs.decode import DecodeCosts
+from longtail.costs.interference_file import Half, PairTable
+from longtail.costs.interference_file import to_plain as pair_to_plain
 from longtail.costs.table import TableKey
 from longtail.costs.table_file import to_plain
 from longtail.costs.worker import WorkerCosts
@@ -110,6 +112,33 @@ def test_every_worker_gets_the_same_commands_and_a_lease_over_all():
     assert profile.lease.purpose == "profile"
     assert profile.degrees == (1, 2)
     assert said == [("loading the model", 0.0), ("measuring", 0.0), ("TP 1: prefill", 0.5)]
+
+
+def test_two_models_are_open_together_while_they_are_measured_and_closed_then():
+    def answers(worker: int, command: object) -> list:
+        if not isinstance(command, Profile):
+            return answer(worker, command)
+        other = KEY._replace(model="other")
+        halves = tuple(Half(key=key, same_worker={}, neighbour_worker={}) for key in (KEY, other))
+        plain = pair_to_plain(PairTable(measured="now", halves=halves)) if worker == 0 else None
+        lease_id = command.lease.lease_id
+        return [Profiled(worker=worker, pipeline=command.pipeline, attempt=0, lease_id=lease_id, table=plain)]
+
+    cluster = ScriptedCluster(answers)
+    pair = Profiler(cluster).profile_pair(subject("a"), subject("b"))
+    assert [half.key.model for half in pair.halves] == ["tiny", "other"]
+    said = [(type(c).__name__, getattr(c, "pipeline", None)) for worker, c in cluster.sent if worker == 1]
+    assert said == [
+        ("Connect", None),
+        ("OpenPipeline", "a"),
+        ("OpenPipeline", "b"),
+        ("Profile", "a"),
+        ("ClosePipeline", "a"),
+        ("ClosePipeline", "b"),
+    ]
+    (profile,) = [c for worker, c in cluster.sent if worker == 1 and isinstance(c, Profile)]
+    assert profile.beside == "b"
+    assert profile.lease.workers == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -2,100 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 
-from longtail.cluster.messages import Alive, Switch, Switched
-from longtail.core.config import Pipeline
 from longtail.core.events import MoveEnded, MoveMade, Note
 from longtail.core.types import Layout
-from longtail.planner.order import Work
-from longtail.rl.tasks import Example
-from longtail.runtime.leases import LeaseBook, Leases
-from longtail.runtime.live import KnownLengths
-from longtail.runtime.step import StepBatch
-from longtail.runtime.widen import StepWiden
 from planner.rollouts import table
+from runtime.widen_bench import Bench
 
-FASTER = table({1: (0.02, 0.001, 0.0), 2: (0.011, 0.0006, 0.0), 4: (0.006, 0.0004, 0.0)}, kv_heads=4)
-"""Steps of wide groups are shorter, but narrow groups get more done together."""
 SLOWER = table({1: (0.02, 0.001, 0.0), 2: (0.2, 0.001, 0.0)}, kv_heads=4)
-
-
-@dataclass
-class Bench:
-    """A StepWiden between a lease book and workers that do as they are told, when the test says so."""
-
-    workers: int = 2
-    tp: int | str = "auto"
-    costs: object = FASTER
-    contended: bool = False
-    lengths: tuple[int, ...] = (5, 6, 90, 8)
-    sent: list[tuple[int, Switch]] = field(default_factory=list)
-    events: list = field(default_factory=list)
-    now: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.book = LeaseBook()
-        rollout = {"tp": self.tp, "prompts": len(self.lengths) // 2, "max_tokens": 100}
-        config = Pipeline.model_validate(
-            {"model": "tiny", "task": "collatz", "algorithm": {"group_size": 2}, "rollout": rollout}
-        )
-        self.widen = StepWiden(
-            SimpleNamespace(name="a", config=config, kv_heads=4, tables=SimpleNamespace(find=lambda: self.costs)),
-            workers=self.workers,
-            send=lambda worker, command: self.sent.append((worker, command)),
-            emit=self.events.append,
-            leases=Leases(self.book, "a", contended=lambda: self.contended),
-            clock=SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now),
-        )
-        prompts = [np.arange(4)] * (len(self.lengths) // 2)
-        self.batch = StepBatch.of(0, [Example("p", {}) for _ in prompts], prompts, 2)
-        self.requests = self.batch.requests(config, SimpleNamespace(max_tokens=100), self.workers)
-
-    def begin(self) -> bool:
-        samples = np.array([r.samples for r in self.requests])
-        work = Work.known(samples, np.full(len(samples), 4), np.array(self.lengths))
-        return self.widen.begin(self.batch, self.requests, work, KnownLengths(np.array(self.lengths)))
-
-    def grant(self) -> bool:
-        (lease,) = self.book.grant()
-        return self.widen.granted(lease, attempt=1)
-
-    def hear(self, generated: dict[int, list[list[int]]]) -> None:
-        """What each leader reports: of each of its requests the tokens of each sample."""
-        requests = iter(self.requests)
-        for worker, counts in generated.items():
-            mine = [next(requests) for _ in counts]
-            report = Alive(
-                worker=worker, pipeline="a", attempt=1, step=0,
-                request_ids=tuple(r.request_id for r in mine), generated=tuple(np.array(c) for c in counts),
-            )  # fmt: skip
-            self.widen.alive(report, dispatched=True)
-
-    def end(self, *samples: int) -> None:
-        for number in samples:
-            self.widen.ended(number // 2, number % 2, tokens=self.lengths[number], cut_off=False)
-
-    def switched(self, refused: str | None = None) -> None:
-        """All members of the switch that was sent last report it."""
-        _, command = self.sent[-1]
-        singles = tuple((w,) for w in command.lease.workers)
-        groups = singles if refused else command.groups
-        for worker in command.lease.workers:
-            report = Switched(
-                worker=worker, pipeline="a", attempt=1, step=0, lease_id=command.lease.lease_id, groups=groups,
-                duration_s=0.1 * (worker + 1), sequences=2, moved_bytes=10, recomputed_tokens=3, refused=refused,
-            )  # fmt: skip
-            self.widen.switched(report)
-            if all(len(group) == 1 for group in groups):
-                self.book.member_done("a", worker, command.lease.lease_id)
-
-    def of_kind(self, kind: type) -> list:
-        return [event for event in self.events if isinstance(event, kind)]
 
 
 def in_the_tail(**options) -> Bench:
@@ -248,3 +162,26 @@ def test_a_threshold_merges_pairs_on_their_own():
     bench.grant()
     assert {command.groups for _, command in bench.sent} == {((2, 3),)}
     assert [worker for worker, _ in bench.sent] == [2, 3]
+
+
+def test_a_job_that_forbids_widening_stays_on_single_workers():
+    for tp in ("auto", "threshold:4"):
+        bench = Bench(tp=tp, may_widen=False)
+        assert bench.begin()
+        bench.end(0, 1, 3)
+        bench.hear({0: [[-1, -1]], 1: [[8, -1]]})
+        assert bench.book.grant() == []
+        assert not Bench(tp=tp, may_widen=False, costs=None).widen.wants_profile
+
+
+def test_a_fixed_degree_is_taken_also_where_widening_is_forbidden():
+    bench = Bench(workers=4, tp=2, lengths=(5,) * 8, may_widen=False)
+    assert not bench.begin()
+    assert bench.grant()
+    assert bench.widen.degree == 2
+
+
+@pytest.mark.parametrize(("tp", "company", "wants"), [("auto", False, True), (1, False, False), (1, True, True)])
+def test_costs_are_wanted_where_something_is_decided_by_them(tp, company, wants):
+    assert Bench(tp=tp, company=company, costs=None).widen.wants_profile is wants
+    assert not Bench(tp=tp, company=company).widen.wants_profile

@@ -18,6 +18,7 @@ import torch
 
 from longtail.cluster import measure_interference as interference
 from longtail.cluster.connections import Connections
+from longtail.cluster.measure_classes import LEAST_TRAIN_TOKENS, Sizes, work_classes
 from longtail.cluster.measure_key import LOCAL, processor_of, table_key
 from longtail.cluster.measure_rig import STEPS, Rig
 from longtail.cluster.measure_sampling import (
@@ -33,11 +34,12 @@ from longtail.cluster.measure_sampling import (
     step_s,
 )
 from longtail.cluster.measure_switch import handshake_s, moves
-from longtail.cluster.measure_together import Pace, Together, Work
+from longtail.cluster.measure_together import Pace, Together
 from longtail.cluster.measure_training import Training
 from longtail.core.comm import Communicator
 from longtail.core.errors import CapacityError
 from longtail.core.types import Layout
+from longtail.costs.interference import QUANTUM_S
 from longtail.costs.table import CostTable, DecodeGrid, PrefillCosts, Slowdowns, SwitchCosts, TableKey
 from longtail.costs.table_file import to_plain
 from longtail.engine.shard import head_bounds
@@ -92,18 +94,18 @@ FINE = _Effort(
     move_bytes=32 << 20,
     train_tokens=256,
 )
-QUANTUM_S = 0.15
-"""What quanta of prefill and training are to take while interference is measured; long ones only cost time."""
 HELD_OUT = 10
 
 
 @dataclass(frozen=True)
 class Notes:
     """``held_out``: (degree, batch, context, measured seconds, seconds by the table) of decode steps that are not in
-    the table. ``alone``: (batch, context, seconds on one worker alone, seconds with all at work) at degree 1.
-    ``left_out``: why a degree was not measured."""
+    the table. ``again``: (seconds, seconds) of the same ones, measured at two moments; the lower is the measured one,
+    since disturbances only add time. ``alone``: (batch, context, seconds on one worker alone, seconds with all at work)
+    at degree 1. ``left_out``: why a degree was not measured."""
 
     held_out: list[tuple[int, int, int, float, float]]
+    again: list[tuple[float, float]]
     alone: list[tuple[int, int, float, float]]
     left_out: dict[int, str]
 
@@ -159,7 +161,7 @@ class _Profile:
     def run(self, fine: bool) -> tuple[CostTable, Notes]:
         decode: dict[int, DecodeGrid] = {}
         prefill: dict[int, PrefillCosts] = {}
-        notes = Notes([], [], self.left_out)
+        notes = Notes([], [], [], self.left_out)
         for degree in self.degrees:
             group = self._group(degree)
             rig, why = self.together.attempt(partial(self._rig, group))
@@ -173,7 +175,7 @@ class _Profile:
             try:
                 decode[degree], prefill[degree] = self._sampling(group, rig)
                 if fine:
-                    notes.held_out.extend(self._held_out(group, rig, decode[degree]))
+                    self._hold_out(group, rig, decode[degree], notes)
                     if degree == 1:
                         notes.alone.extend(self._alone(group, rig, decode[degree]))
             finally:
@@ -187,7 +189,7 @@ class _Profile:
         same, neighbour = self._interference(prefill[1], train_token_s, decode[1]) if fine else ({}, {})
         c = self.model.config
         table = CostTable(
-            key=self._key(),
+            key=tenant_key(self.tenant, self.connections),
             measured=datetime.now(UTC).isoformat(timespec="seconds"),
             detail="full" if fine else "coarse",
             kv_heads=c.kv_heads,
@@ -203,17 +205,6 @@ class _Profile:
 
     def _say(self, what: str, share: float = 0.0) -> None:
         self._tell(what, (self._part + min(share, 1.0)) / self._parts)
-
-    def _key(self) -> TableKey:
-        everyone = tuple(range(self.together.size))
-        return table_key(
-            self.model.config,
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            processor=processor_of(self.model.device),
-            workers=len(everyone),
-            threads=torch.get_num_threads(),
-            communicator=self.connections.kind_of(everyone) if len(everyone) > 1 else LOCAL,
-        )
 
     # What is measured
 
@@ -271,13 +262,16 @@ class _Profile:
             chunks |= {max(1, most // 2), most}
         return grid, prefill_costs(self.together, rig, sorted(chunks), effort.pace)
 
-    def _held_out(
-        self, group: _Group, rig: Rig | None, grid: DecodeGrid
-    ) -> Iterator[tuple[int, int, int, float, float]]:
-        for batch, context in between(grid, group.room, HELD_OUT):
+    def _hold_out(self, group: _Group, rig: Rig | None, grid: DecodeGrid, notes: Notes) -> None:
+        points = between(grid, group.room, HELD_OUT)
+        taken: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+        for batch, context in [*points, *reversed(points)]:
             self._say(f"TP {group.degree}: check of batch {batch}", 0.9)
-            measured = step_s(self.together, rig, batch, context, self.effort.pace)
-            yield group.degree, batch, context, measured, _step_s(grid, batch, context)
+            taken[batch, context].append(step_s(self.together, rig, batch, context, self.effort.pace))
+        for (batch, context), (first, second) in taken.items():
+            predicted_s = _step_s(grid, batch, context)
+            notes.held_out.append((group.degree, batch, context, min(first, second), predicted_s))
+            notes.again.append((first, second))
 
     def _alone(self, group: _Group, rig: Rig | None, grid: DecodeGrid) -> Iterator[tuple[int, int, float, float]]:
         """A few points of the grid on the first worker, while the others wait."""
@@ -321,7 +315,7 @@ class _Profile:
         """(on the same worker, beside neighbours): see ``measure_interference.py``. All at degree 1."""
         group = self._group(1)
         with contextlib.ExitStack() as stack:
-            classes = self._classes(group, prefill, train_token_s, decode, stack)
+            classes = work_classes(self.tenant, group.room, self._sizes(group, prefill, train_token_s, decode), stack)
             self._say("interference: each kind of work alone")
             alone_s = interference.alone(self.together, classes)
             self._say("interference: in turns on one worker", 0.2)
@@ -331,52 +325,29 @@ class _Profile:
                 return same, {}
             return same, interference.beside_neighbours(self.together, classes, alone_s)
 
-    def _classes(
-        self,
-        group: _Group,
-        prefill: PrefillCosts,
-        train_token_s: float,
-        decode: DecodeGrid,
-        stack: contextlib.ExitStack,
-    ) -> dict[str, Work]:
-        """A quantum of each kind of work; those for which lanes are too few are left out."""
-        room, context = group.room, group.points.contexts[len(group.points.contexts) // 2]
-
-        def rig(columns: int) -> Rig:
-            made = Rig(self.model, self.store, self.rollout, columns=columns)
-            stack.callback(made.close)
-            return made
-
-        classes: dict[str, Work] = {}
-        tokens = max(1, min(prefill.chunk_tokens[-1], round(QUANTUM_S / prefill.token_s), room.longest(4)))
-        columns = -(-(tokens + STEPS) // room.block_tokens)
-        left = room.columns - columns
-        classes["prefill"] = partial(rig(columns).prefill, tokens)
-        largest = max((b for b in decode.batches if room._replace(columns=left).holds(b + 1, context)), default=1)
-        for name, batch in (("decode_small", 1), ("decode_large", largest)):
-            columns = batch * -(-(context + STEPS) // room.block_tokens)
-            if columns <= left:
-                left -= columns
-                classes[name] = _Decoding(rig(columns), batch, context).run
-        trainer = self.tenant.trainer
-        tokens = max(8, min(self.effort.train_tokens, round(QUANTUM_S / train_token_s)))
-        classes["train"] = Training(trainer, tokens, max_tokens=self.rollout.max_tokens).run
-        return classes
+    def _sizes(self, group: _Group, prefill: PrefillCosts, train_token_s: float, decode: DecodeGrid) -> Sizes:
+        contexts = group.points.contexts
+        chunk = min(prefill.chunk_tokens[-1], round(QUANTUM_S / prefill.token_s), group.room.longest(4))
+        train = min(self.effort.train_tokens, round(QUANTUM_S / train_token_s))
+        return Sizes(
+            prefill=max(1, chunk),
+            train=max(LEAST_TRAIN_TOKENS, train),
+            context=contexts[len(contexts) // 2],
+            large=decode.batches[-1],
+        )
 
 
-class _Decoding:
-    """Decode steps without end: the same sequences begin anew before they outgrow their lanes."""
-
-    def __init__(self, rig: Rig, batch: int, context: int) -> None:
-        self._rig, self._batch, self._context = rig, batch, context
-        self._left = 0
-
-    def run(self) -> float:
-        if self._left == 0:
-            self._rig.fill(self._batch, self._context)
-            self._left = STEPS
-        self._left -= 1
-        return self._rig.step()
+def tenant_key(tenant: Tenant, connections: Connections) -> TableKey:
+    """Of what is measured with ``tenant``, on all workers."""
+    everyone = tuple(range(connections.world.size))
+    return table_key(
+        tenant.model.config,
+        dtype=str(tenant.model.dtype).removeprefix("torch."),
+        processor=processor_of(tenant.model.device),
+        workers=len(everyone),
+        threads=torch.get_num_threads(),
+        communicator=connections.kind_of(everyone) if len(everyone) > 1 else LOCAL,
+    )
 
 
 def _step_s(grid: DecodeGrid, batch: int, context: int) -> float:

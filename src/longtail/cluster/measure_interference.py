@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations_with_replacement, permutations
 
+from longtail.cluster.fair import FairShare
 from longtail.cluster.measure_together import Together, Work
 
 Classes = Mapping[str, Work]
@@ -17,6 +18,9 @@ Slowdowns = dict[str, dict[str, float]]
 WINDOW_QUANTA = 4
 """A window lasts for so many quanta of the slower class."""
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.05, 3.0
+ROUNDS, ROUND_CYCLES, ROUNDS_S = 3, 2, 1.0
+"""Of quanta by share: the median round counts, each of which has about so many turns of the one that has fewest; fewer
+of both where quanta are long, so that all rounds together take about so many seconds, or one cycle."""
 
 
 def alone(together: Together, classes: Classes) -> dict[str, float]:
@@ -35,13 +39,20 @@ def beside_neighbours(
     """``[a][b]``: how many times longer a takes while neighbours run b: every second worker runs a, the others b."""
     slowdowns: Slowdowns = {name: {} for name in classes}
     for a, b in combinations_with_replacement(classes, 2):
-        window_s = _window_s(alone_s[a], alone_s[b])
-        mine = a if together.rank % 2 == 0 else b
-        together.barrier()
-        times = together.all(_median_within(classes[mine], window_s))
-        slowdowns[b][a] = statistics.median(times[1::2]) / alone_s[b]
-        slowdowns[a][b] = statistics.median(times[::2]) / alone_s[a]
+        seconds = beside(together, classes[a], classes[b])
+        slowdowns[b][a] = seconds[1] / alone_s[b]
+        slowdowns[a][b] = seconds[0] / alone_s[a]
     return slowdowns
+
+
+def beside(together: Together, even: Work, odd: Work) -> tuple[float, float]:
+    """Median seconds of a quantum of each, while every second of at least two workers runs ``even``, the others
+    ``odd``."""
+    mine = even if together.rank % 2 == 0 else odd
+    window_s = min(max(WINDOW_QUANTA * together.slowest(mine()), LEAST_WINDOW_S), MOST_WINDOW_S)
+    together.barrier()
+    times = together.all(_median_within(mine, window_s))
+    return statistics.median(times[::2]), statistics.median(times[1::2])
 
 
 def in_turns(together: Together, classes: Classes, alone_s: Mapping[str, float]) -> Slowdowns:
@@ -54,8 +65,35 @@ def in_turns(together: Together, classes: Classes, alone_s: Mapping[str, float])
     return slowdowns
 
 
-def _window_s(*quanta_s: float) -> float:
-    return min(max(WINDOW_QUANTA * max(quanta_s), LEAST_WINDOW_S), MOST_WINDOW_S)
+def in_shares(together: Together, works: Sequence[Work], shares: Sequence[float]) -> list[float]:
+    """Mean seconds of a quantum of each of ``works``, which have these ``shares`` of the first worker's time.
+
+    Whose turn it is follows from the rule of the workers, so that short quanta come in rows between long ones: those
+    that follow their like find warm caches, and count as they come.
+    """
+    seconds = _in_rounds(works, shares) if together.rank == 0 else [0.0] * len(works)
+    return [together.all(mean_s)[0] for mean_s in seconds]
+
+
+def _in_rounds(works: Sequence[Work], shares: Sequence[float]) -> list[float]:
+    by_name = {str(number): work for number, work in enumerate(works)}
+    fair = FairShare()
+    fair.weigh(zip(by_name, shares, strict=True))
+    cycle_s = max(work() / share for work, share in zip(works, shares, strict=True))
+    rounds = max(1, min(ROUNDS, int(ROUNDS_S / cycle_s)))
+    window_s = min(max(ROUND_CYCLES * cycle_s, LEAST_WINDOW_S), ROUNDS_S / rounds)
+    means: dict[str, list[float]] = {name: [] for name in by_name}
+    for _ in range(rounds):
+        times: dict[str, list[float]] = {name: [] for name in by_name}
+        start = time.perf_counter()
+        while time.perf_counter() - start < window_s or not all(times.values()):
+            name = fair.next(by_name)
+            assert name is not None
+            times[name].append(by_name[name]())
+            fair.used(name, times[name][-1], [other for other in by_name if other != name])
+        for name, taken in times.items():
+            means[name].append(statistics.fmean(taken))
+    return [statistics.median(each) for each in means.values()]
 
 
 def _median_within(work: Work, window_s: float) -> float:

@@ -7,6 +7,7 @@ arrives from an earlier attempt is dropped by the receiver.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,16 +77,19 @@ class Generate(PipelineCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Switch(PipelineCommand):
-    """Go over to ``groups``, a partition of the lease's workers, at the next quantum boundary, with all sequences.
+    """Go over to ``groups`` of the lease's workers at the next quantum boundary, with all sequences; a worker that is in
+    none of them gives its sequences away.
 
-    It is sent to the leaders of the present groups, who pass it on. ``how`` says by which means lanes get to where they
-    are needed: ``move``, ``recompute``, or by sequence whichever is cheaper (``auto``), at ``per_byte_s`` seconds for
-    a byte moved and ``per_token_s`` for a token recomputed.
+    It is sent to the leaders of the present groups, who pass it on. Sequences of a group that lies within one of
+    ``groups`` go there, unless they are to be dealt out evenly over all of ``groups`` (``rebalance``). ``how`` says by
+    which means lanes get to where they are needed: ``move``, ``recompute``, or by sequence whichever is cheaper
+    (``auto``), at ``per_byte_s`` seconds for a byte moved and ``per_token_s`` for a token recomputed.
     """
 
     step: int
     lease: Lease
     groups: tuple[tuple[int, ...], ...]
+    rebalance: bool = False
     how: str = "auto"
     per_byte_s: float = 0.0
     per_token_s: float = 1.0
@@ -93,20 +97,46 @@ class Switch(PipelineCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(PipelineCommand):
-    """Measure what work of this pipeline costs, as a member of ``lease`` over all workers, at each of ``degrees``."""
+    """Measure what work of this pipeline costs, as a member of ``lease`` over all workers, at each of ``degrees``; or what
+    it and the work of the pipeline ``beside``, open on all workers too, do to each other."""
 
     lease: Lease
     degrees: tuple[int, ...]
     fine: bool
+    beside: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatches(PipelineCommand):
-    """Accumulate the gradient of these micro-batches (possibly none) and report when done."""
+    """Accumulate the gradient of these micro-batches, each with its number in the step; a report follows each.
+
+    Which worker computes which micro-batch changes no bit of the step's gradient (``rl/trainer.py``).
+    """
 
     step: int
-    batches: tuple[MicroBatch, ...]
+    batches: tuple[tuple[int, MicroBatch], ...]
     totals: StepTotals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh(PipelineCommand):
+    """From now on sample with the weights as they are trained now: those after ``updates`` steps. Only pipelines with
+    ``max_staleness`` above 0 have a copy for sampling."""
+
+    updates: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares(Command):
+    """By which weights the worker shares its time between the pipelines that have work: a pipeline of weight 2 gets
+    twice the compute time of one of weight 1. Who is not named keeps what it has; the first is 1."""
+
+    weights: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        for name, weight in self.weights:
+            if not 0 < weight < math.inf:
+                raise ValueError(f"the weight of pipeline {name} must be a positive number, not {weight}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +225,8 @@ class Switched(PipelineReport):
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled(PipelineReport):
-    """``table`` is a cost table as plain data (``costs/table.py``); only the lease's first worker has one."""
+    """``table`` is a cost table as plain data (``costs/table.py``), or what was measured of two pipelines
+    (``costs/interference_file.py``); only the lease's first worker has one."""
 
     lease_id: int
     table: dict[str, Any] | None
@@ -203,9 +234,10 @@ class Profiled(PipelineReport):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(PipelineReport):
-    """All micro-batches of a :class:`TrainBatches` are done; ``stats`` are sums over their tokens."""
+    """Micro-batch ``number`` of the step is done; ``stats`` are sums over its tokens."""
 
     step: int
+    number: int
     stats: MicroStats
 
 

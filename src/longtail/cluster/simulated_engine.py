@@ -105,8 +105,8 @@ class _Fill:
 class Piece:
     """Work without an event inside: some decode steps of one batch, a prefill chunk, or a micro-batch.
 
-    ``work_s`` is what it takes alone, of which ``done_s`` is done. ``context`` are the tokens in the lanes of its first
-    quantum.
+    ``work_s`` is what it takes alone, of which ``done_s`` is done; ``lost_s`` went by because of others. ``context`` are
+    the tokens in the lanes of its first quantum.
     """
 
     substage: SubStage
@@ -119,6 +119,7 @@ class Piece:
     context: int = 0
     costs: DecodeCosts | None = None
     chunk: list[tuple[_Fill, int]] = field(default_factory=list)
+    lost_s: float = 0.0
 
     @property
     def contexts(self) -> int:
@@ -126,11 +127,14 @@ class Piece:
         return self.quanta * self.context + self.batch * (self.quanta * (self.quanta - 1) // 2)
 
     def cut(self) -> None:
-        """End with the quantum under way."""
+        """End with the quantum under way: the first step that ends at ``done_s`` or later."""
+        self.limit(self.done_s - 1e-12)
+
+    def limit(self, seconds: float) -> None:
+        """End with the first quantum that is over after so many seconds of work."""
         if self.costs is None or self.quanta == 1:
             return
-        # The first step that ends at done_s or later.
-        self.quanta = self._steps(self.done_s - 1e-12, 1, self.quanta)
+        self.quanta = self._steps(seconds, 1, self.quanta)
         self.tokens = self.quanta * self.batch
         self.work_s = self.costs.steps_s(self.quanta, self.batch, self.context)
 

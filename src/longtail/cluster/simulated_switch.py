@@ -22,12 +22,13 @@ class Handover:
     """What ``command`` does to ``tenants``, by worker, all that its lease has: it takes ``seconds``, then
     :meth:`carry_out`. If it is ``refused`` (why, in words) that changes nothing.
 
-    Raises ``ValueError`` if the command's groups are not a partition of the lease's workers.
+    Raises ``ValueError`` if a group has a worker that is not of the lease, or one that another group has.
     """
 
     def __init__(self, command: Switch, tenants: Mapping[int, SimulatedTenant]) -> None:
-        if sorted(w for group in command.groups for w in group) != sorted(command.lease.workers):
-            raise ValueError(f"{command.groups} is not a partition of the workers {command.lease.workers}")
+        members = [worker for group in command.groups for worker in group]
+        if len(set(members)) < len(members) or not set(members) <= set(command.lease.workers):
+            raise ValueError(f"{command.groups} are not groups of different workers of {command.lease.workers}")
         self._command, self._tenants = command, tenants
         self.before = tuple(
             tenant.group.workers if tenant.group is not None else (worker,)
@@ -70,6 +71,7 @@ class Handover:
             [[workers.index(w) for w in group] for group in command.groups],
             costs=SwitchCosts(per_byte_s=command.per_byte_s, per_token_s=command.per_token_s),
             how=How(command.how),
+            rebalance=command.rebalance,
         )
         if isinstance(plan, SwitchPlan):
             self._plan = plan
@@ -77,7 +79,7 @@ class Handover:
             self.refused = plan.reason
 
     def carry_out(self) -> None:
-        """The sequences are where they are to be, and every worker is in its group."""
+        """The sequences are where they are to be, and every worker is in its group, or on its own and empty."""
         command = self._command
         for tenant in self._tenants.values():
             tenant.step = command.step
@@ -88,11 +90,13 @@ class Handover:
             for group in self.before
             for name, response in self._tenants[group[0]].engine.responses.items()
         }
+        for tenant in self._tenants.values():
+            tenant.group = None
+            tenant.engine = tenant.make_engine(tenant.costs.decode)
         for group, berth in zip(command.groups, self._plan.berths, strict=True):
             members = [self._tenants[worker] for worker in group]
             for tenant in members:
                 tenant.group = Group(group, command.lease.lease_id) if len(group) > 1 else None
-                tenant.engine = tenant.make_engine(tenant.costs.decode)
             leader = members[0]
             leader.engine = leader.make_engine(slowest([t.costs.sampling(len(group)) for t in members]))
             leader.engine.adopt(berth.groups, responses)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from longtail.cluster.fair import FairShare
 from longtail.cluster.messages import Alive, Generate, OpenPipeline, Report, Sampled, TrainBatches, Trained
 from longtail.cluster.simulated_engine import Piece, Response, SimulatedEngine
 from longtail.core.types import Completion, FinishReason, Request, SubStage
@@ -37,19 +38,18 @@ class SimulatedTenant:
         self.piece: Piece | None = None
         self.group: Group | None = None
         self._worker, self._lengths = worker, lengths
-        self._adaptive = world > 1 and isinstance(self.config.rollout.tp, str) and len(costs.degrees) > 1
+        self._accompanied = world > 1
         self._broken = False
         self.engine = self.make_engine(costs.decode)
-        self._clear_training()
+        self.training_step = 0
+        """The step of the micro-batch that was computed last."""
+        self._batches: deque[tuple[int, int, MicroBatch]] = deque()
+        """(step, number, micro-batch) of those that wait."""
+        self._shares = FairShare()
 
     def make_engine(self, costs: DecodeCosts) -> SimulatedEngine:
         """One that has no sequences."""
         return SimulatedEngine(self.config.rollout, costs)
-
-    def _clear_training(self) -> None:
-        self._batches: deque[MicroBatch] = deque()
-        self._training: TrainBatches | None = None
-        self._stats = MicroStats()
 
     @property
     def follows(self) -> bool:
@@ -60,7 +60,7 @@ class SimulatedTenant:
 
     def drop_work(self, attempt: int) -> None:
         self._forget_sequences()
-        self._clear_training()
+        self._batches.clear()
         self.attempt = attempt
 
     def _forget_sequences(self) -> None:
@@ -91,28 +91,41 @@ class SimulatedTenant:
             self.engine.add(request, response)
 
     def train(self, command: TrainBatches) -> None:
-        self.step = command.step
-        self._training = command
-        self._batches.extend(command.batches)
-        self._stats = MicroStats()
+        self._batches.extend((command.step, number, batch) for number, batch in command.batches)
 
     # Work
 
     def begin(self, now: float) -> None:
-        """Start the next piece, if there is anything to do: sampling before training, which a group does not do."""
+        """Start the next piece, if there is anything to do. Sampling and training share the time evenly; a group only
+        samples."""
         if self._broken or self.follows:
             return
-        self.piece = self.engine.begin(now)
-        if self.piece is None and self._training is not None and self.group is None:
-            tokens, samples = (self._batches[0].tokens, self._batches[0].samples) if self._batches else (0, 0)
-            self.piece = Piece(SubStage.TRAIN, now, tokens * self.costs.per_train_token_s, samples, tokens)
+        work = self._shares.next(self._waiting)
+        if work == SubStage.TRAIN:
+            _, _, batch = self._batches[0]
+            self.piece = Piece(SubStage.TRAIN, now, self._train_s(batch), batch.samples, batch.tokens)
+        elif work is not None:
+            self.piece = self.engine.begin(now)
+            if self.piece is not None and SubStage.TRAIN in self._waiting:
+                self.piece.limit(self._train_s(self._batches[0][2]))
+
+    @property
+    def _waiting(self) -> list[SubStage]:
+        """What there is to do: sampling (as ``decode``), training, or both."""
+        trains = bool(self._batches) and self.group is None
+        return [SubStage.DECODE] * self.engine.has_work + [SubStage.TRAIN] * trains
+
+    def _train_s(self, batch: MicroBatch) -> float:
+        return batch.tokens * self.costs.per_train_token_s
 
     def finish(self, now: float) -> list[Report]:
         """The piece is done."""
         piece, self.piece = self.piece, None
         assert piece is not None
-        if piece.substage == SubStage.TRAIN:
-            return self._trained()
+        work = SubStage.TRAIN if piece.substage == SubStage.TRAIN else SubStage.DECODE
+        self._shares.used(work, piece.work_s, [other for other in self._waiting if other != work])
+        if work == SubStage.TRAIN:
+            return [self._trained()]
         ended = self.engine.finish(piece)
         return [self._sampled(ended, now)] if ended else []
 
@@ -127,30 +140,23 @@ class SimulatedTenant:
             ended=now,
         )
 
-    def _trained(self) -> list[Report]:
-        assert self._training is not None
-        if self._batches:
-            batch = self._batches.popleft()
-            self._stats += MicroStats(samples=batch.samples, tokens=batch.completion_tokens)
-        if self._batches:
-            return []
-        training, self._training = self._training, None
-        return [
-            Trained(
-                worker=self._worker,
-                pipeline=self.name,
-                attempt=self.attempt,
-                step=training.step,
-                stats=self._stats,
-            )
-        ]
+    def _trained(self) -> Trained:
+        self.training_step, number, batch = self._batches.popleft()
+        return Trained(
+            worker=self._worker,
+            pipeline=self.name,
+            attempt=self.attempt,
+            step=self.training_step,
+            number=number,
+            stats=MicroStats(samples=batch.samples, tokens=batch.completion_tokens),
+        )
 
     # Reports
 
     @property
     def tells_progress(self) -> bool:
-        """Whether :meth:`alive` has something to say: the controller may switch the layout of what is in flight."""
-        return self._adaptive and not self._broken and not self.follows and self.engine.has_work
+        """Whether :meth:`alive` has something to say: the controller may move what is in flight."""
+        return self._accompanied and not self._broken and not self.follows and self.engine.has_work
 
     def alive(self, worked_s: float) -> Alive:
         """How far the samples are when the piece under way has had ``worked_s`` seconds more than ``done_s``."""

@@ -2,7 +2,7 @@
 
 Between two changes of what it does a worker's state is linear in time, so it is computed only when something changes:
 a sequence ends, a prefill chunk or a micro-batch is done, a command arrives. Commands are applied between two quanta.
-Runnable pipelines share the worker evenly, as real ones do when seen over many quanta; a pipeline alone is simulated
+Runnable pipelines share the worker by weight, as real ones do when seen over many quanta; a pipeline alone is simulated
 exactly. Updates, loads and saves have the worker to themselves, and a change of layout waits for the quanta under way.
 
 In a tensor-parallel group the leader takes the commands and does the work, at the costs of the group, and the others
@@ -31,6 +31,7 @@ from longtail.cluster.messages import (
     Report,
     Save,
     Saved,
+    Shares,
     Stop,
     Stopped,
     Switch,
@@ -72,6 +73,8 @@ class SimulatedWorker:
         self.index, self._world, self._cluster = index, world, cluster
         self._costs, self._lengths = costs, lengths
         self._tenants: dict[str, SimulatedTenant] = {}
+        self._weights: dict[str, float] = {}
+        """Of pipelines that do not have 1."""
         self._inbox: deque[Command] = deque()
         self._spans = SpanRecorder(index, window_s=SPAN_S)
         self._since = cluster.clock.now
@@ -160,23 +163,41 @@ class SimulatedWorker:
     def _busy(self) -> list[SimulatedTenant]:
         return [] if self._blocked else [t for t in self._tenants.values() if t.piece is not None]
 
+    def _shares(self) -> dict[SimulatedTenant, float]:
+        """Who works now, and at which share of the worker: by weight, 1 together."""
+        weights = {tenant: self._weights.get(tenant.name, 1.0) for tenant in self._busy()}
+        together = sum(weights.values())
+        return {tenant: weight / together for tenant, weight in weights.items()}
+
+    def _speeds(self) -> dict[SimulatedTenant, float]:
+        """What each does in a second, in seconds of its work alone: its share, less what the others cost it."""
+        shares = self._shares()
+        works = {tenant: (tenant.name, str(tenant.piece.substage)) for tenant in shares if tenant.piece is not None}
+        return {
+            tenant: shares[tenant] / tenant.costs.slowdown(work[1], [w for t, w in works.items() if t is not tenant])
+            for tenant, work in works.items()
+        }
+
     def _progress(self) -> None:
         """Account for the time since the last change."""
         now = self._cluster.clock.now
-        busy = self._busy()
-        for tenant in busy:
+        shares = self._shares()
+        for tenant, speed in self._speeds().items():
             assert tenant.piece is not None
-            tenant.piece.done_s += (now - self._since) / len(busy)
+            tenant.piece.done_s += (now - self._since) * speed
+            tenant.piece.lost_s += (now - self._since) * (shares[tenant] - speed)
         if not self._blocked:
             self._since = now
 
     def _wait(self) -> None:
         """Come back when the first piece is done."""
         self._plan += 1
-        plan, busy = self._plan, self._busy()
-        if busy:
-            left_s = min(t.piece.work_s - t.piece.done_s for t in busy if t.piece is not None)
-            self._cluster.after(self, max(0.0, left_s) * len(busy), lambda: self._piece_done(plan))
+        plan = self._plan
+        left_s = [
+            (t.piece.work_s - t.piece.done_s) / speed for t, speed in self._speeds().items() if t.piece is not None
+        ]
+        if left_s:
+            self._cluster.after(self, max(0.0, min(left_s)), lambda: self._piece_done(plan))
 
     def _piece_done(self, plan: int) -> None:
         if plan != self._plan:
@@ -200,12 +221,12 @@ class SimulatedWorker:
         self._spans.add(
             tenant.name,
             piece.substage,
-            tenant.step,
+            tenant.training_step if piece.substage == SubStage.TRAIN else tenant.step,
             start=piece.start,
             end=self._cluster.clock.now,
             tokens=piece.tokens,
             batch=piece.batch,
-            busy_s=piece.work_s,
+            busy_s=piece.work_s + piece.lost_s,
             quanta=piece.quanta,
             context=piece.contexts,
             tp=len(tenant.group.workers) if tenant.group is not None else 1,
@@ -263,6 +284,8 @@ class SimulatedWorker:
                 self._tell(everything=True)
                 self._report(Stopped(worker=self.index))
                 self._cluster.connections.disconnect(self, f"worker {self.index} has stopped")
+            case Shares():
+                self._weights.update(command.weights)
             case Connect():
                 self._cluster.connections.connect(self, command.generation)
             case OpenPipeline():
@@ -361,9 +384,8 @@ class SimulatedWorker:
         if self._stopped:
             return
         if self._alone is None and self.visit is None:
-            busy = self._busy()
-            worked_s = (self._cluster.clock.now - self._since) / len(busy) if busy else 0.0
+            speeds, passed_s = self._speeds(), self._cluster.clock.now - self._since
             for tenant in self._tenants.values():
                 if tenant.tells_progress:
-                    self._report(tenant.alive(worked_s))
+                    self._report(tenant.alive(speeds.get(tenant, 0.0) * passed_s))
         self._plan_alive()

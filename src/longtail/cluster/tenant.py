@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from longtail.cluster.connections import Connections
+from longtail.cluster.fair import FairShare
 from longtail.cluster.group import Group
 from longtail.cluster.measure_progress import Profiling
 from longtail.cluster.messages import (
@@ -20,6 +23,7 @@ from longtail.cluster.messages import (
     OpenPipeline,
     Profile,
     Profiled,
+    Refresh,
     Report,
     Sampled,
     Save,
@@ -33,7 +37,7 @@ from longtail.cluster.messages import (
 )
 from longtail.core.comm import Communicator
 from longtail.core.errors import CapacityError
-from longtail.core.types import Completion, Request, SubStage
+from longtail.core.types import Completion, Request, StepTotals, SubStage
 from longtail.engine.blocks import BlockStore
 from longtail.engine.cargo import Cargo
 from longtail.engine.checkpoint import load_model
@@ -44,7 +48,8 @@ from longtail.engine.model import DTYPES
 from longtail.engine.switch_plan import How, Refusal, SwitchCosts, SwitchPlan, plan_switch
 from longtail.engine.tokenizer import Tokenizer
 from longtail.rl import checkpoint
-from longtail.rl.trainer import MicroStats, Trainer
+from longtail.rl.packing import MicroBatch
+from longtail.rl.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,21 @@ class Quantum:
     tp: int = 1
 
 
+class _ToTrain(NamedTuple):
+    """A micro-batch that waits: number ``number`` of ``step``."""
+
+    step: int
+    number: int
+    batch: MicroBatch
+    totals: StepTotals
+
+
 class Tenant:
     """A pipeline's state on one worker; every method runs in the worker's loop, between or as quanta.
 
-    ``used_s`` is the compute time that the pipeline has had here, by which the loop shares the worker fairly.
+    ``step`` is the one that is sampled. Sampling and training that wait both share the pipeline's time evenly.
+    ``model`` is trained; ``sampler`` is the same, or with a ``max_staleness`` a copy that stays as it is until
+    :meth:`refresh`.
     ``group`` is the tensor-parallel group in which it samples now, under the lease ``lease_id``; None: on its own.
     ``connected`` gives the worker's present connections.
     """
@@ -83,15 +99,15 @@ class Tenant:
     ) -> None:
         config, dtype = command.config, DTYPES[command.config.dtype]
         self.name, self.attempt, self.worker = command.pipeline, command.attempt, worker
-        self.used_s = 0.0
         self.step = 0
         self.group: Group | None = None
         self.lease_id: int | None = None
         self._connected = connected
         self._broken = False
-        self._adaptive = world > 1 and isinstance(config.rollout.tp, str)
+        self._accompanied = world > 1
         model = load_model(Path(command.weights), dtype=dtype, device=device)
         reference = load_model(Path(command.reference), dtype=dtype, device=device) if command.reference else None
+        self.sampler = copy.deepcopy(model) if config.max_staleness else model
         self.tokenizer = Tokenizer.load(Path(command.weights))
         self.trainer = Trainer(
             model,
@@ -109,9 +125,8 @@ class Tenant:
         self.store = BlockStore(model.config, blocks=command.kv_blocks, dtype=dtype, device=device)
         self.rollout = config.rollout
         self._started: dict[str, float] = {}
-        self._batches: deque = deque()
-        self._training: TrainBatches | None = None
-        self._stats = MicroStats()
+        self._batches: deque[_ToTrain] = deque()
+        self._shares = FairShare()
         self.engine = self._narrow_engine()
 
     def _narrow_engine(self) -> Engine:
@@ -120,7 +135,7 @@ class Tenant:
 
     def _make_engine(self, lanes: LanePool, comm: Communicator | None = None) -> Engine:
         return Engine(
-            self.model,
+            self.sampler,
             lanes,
             detokenize=self.tokenizer.decode,
             max_running=self.rollout.max_running,
@@ -143,15 +158,16 @@ class Tenant:
             return False
         if self.group is not None:
             return self.follows or self.engine.has_work or self.group.has_orders
-        return self.engine.has_work or self._training is not None
+        return self.engine.has_work or bool(self._batches)
 
     @property
     def next_substage(self) -> SubStage:
-        return self.engine.next_substage() if self.engine.has_work else SubStage.TRAIN
+        samples = self.engine.has_work and (self.group is not None or self._next != SubStage.TRAIN)
+        return self.engine.next_substage() if samples else SubStage.TRAIN
 
     def alive(self) -> Alive | None:
-        """What the controller needs to know if it may switch this pipeline's layout."""
-        if not self._adaptive or self._broken or self.follows or not self.engine.has_work:
+        """What the controller needs to know to move what is in flight, or to weigh it against other pipelines."""
+        if not self._accompanied or self._broken or self.follows or not self.engine.has_work:
             return None
         progress = self.engine.progress()
         return Alive(
@@ -177,17 +193,20 @@ class Tenant:
         self.engine.add(request)
 
     def train(self, command: TrainBatches) -> None:
-        self.step = command.step
-        self._training = command
-        self._batches.extend(command.batches)
-        self._stats = MicroStats()
+        self._batches.extend(_ToTrain(command.step, number, batch, command.totals) for number, batch in command.batches)
+
+    def refresh(self, command: Refresh) -> Quantum:
+        """Sample with the present weights from now on."""
+        with torch.no_grad():
+            for sampled, trained in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
+                sampled.copy_(trained)
+        return Quantum(SubStage.LOAD, command.updates, 0, 0, [])
 
     def drop_work(self, attempt: int) -> None:
         """Back to idle with the same weights; gradients of a half-done step are forgotten."""
         self.attempt = attempt
         self._forget_sequences()
         self._batches.clear()
-        self._training = None
         self.trainer.zero_gradients()
 
     def _forget_sequences(self) -> None:
@@ -199,7 +218,21 @@ class Tenant:
         """One decode step, one prefill chunk or one training micro-batch; in a group, a burst of steps."""
         if self.group is not None:
             return self._burst(self.group)
-        return self._sample(1) if self.engine.has_work else self._train()
+        waiting, work = self._waiting, self._next
+        start = time.perf_counter()
+        quantum = self._train() if work == SubStage.TRAIN else self._sample(1)
+        self._shares.used(work, time.perf_counter() - start, [other for other in waiting if other != work])
+        return quantum
+
+    @property
+    def _waiting(self) -> list[SubStage]:
+        """What there is to do, on its own: sampling (as ``decode``), training, or both."""
+        return [SubStage.DECODE] * self.engine.has_work + [SubStage.TRAIN] * bool(self._batches)
+
+    @property
+    def _next(self) -> str:
+        """Which of it is next."""
+        return self._shares.next(self._waiting) or SubStage.TRAIN
 
     def _sample(self, steps: int) -> Quantum:
         """Up to ``steps`` engine steps of one kind, fewer when a sample ends."""
@@ -233,26 +266,12 @@ class Tenant:
         )
 
     def _train(self) -> Quantum:
-        assert self._training is not None
-        tokens = batch = 0
-        if self._batches:
-            micro = self._batches.popleft()
-            stats = self.trainer.micro_batch(micro, self._training.totals)
-            self._stats += stats
-            tokens, batch = micro.tokens, micro.samples
-        reports: list[Report] = []
-        if not self._batches:
-            reports.append(
-                Trained(
-                    worker=self.worker,
-                    pipeline=self.name,
-                    attempt=self.attempt,
-                    step=self.step,
-                    stats=self._stats,
-                )
-            )
-            self._training = None
-        return Quantum(SubStage.TRAIN, self.step, tokens, batch, reports)
+        step, number, batch, totals = self._batches.popleft()
+        stats = self.trainer.micro_batch(batch, totals)
+        report = Trained(
+            worker=self.worker, pipeline=self.name, attempt=self.attempt, step=step, number=number, stats=stats
+        )
+        return Quantum(SubStage.TRAIN, step, batch.tokens, batch.samples, [report])
 
     def update(self, command: Update, comm: Communicator) -> Quantum:
         """Reduce gradients with the other members of the lease and apply the optimizer. Raises ``PeerLost``."""
@@ -276,10 +295,17 @@ class Tenant:
         report = Saved(worker=self.worker, pipeline=self.name, attempt=self.attempt, step=command.step, bytes=written)
         return Quantum(SubStage.CHECKPOINT, command.step, 0, 0, [report])
 
-    def profile(self, command: Profile, connections: Connections, put: Callable[[list[Report]], None]) -> Quantum:
-        """Measure what work costs, together with the other members of the lease; the first one lets the controller
-        know through ``put`` how far it is. Raises ``PeerLost``."""
+    def profile(
+        self,
+        command: Profile,
+        connections: Connections,
+        put: Callable[[list[Report]], None],
+        beside: Tenant | None = None,
+    ) -> Quantum:
+        """Measure what work costs (or what it and that of ``beside`` do to each other), together with the other members
+        of the lease; the first one lets the controller know through ``put`` how far it is. Raises ``PeerLost``."""
         from longtail.cluster.measure import measure
+        from longtail.cluster.measure_pair import measure_pair
 
         lease = command.lease
 
@@ -288,9 +314,11 @@ class Tenant:
                 put([Profiling(worker=self.worker, pipeline=self.name, attempt=self.attempt, what=what, share=share)])
 
         self.lease_id = lease.lease_id
-        table = measure(
-            self, connections, world=len(lease.workers), degrees=command.degrees, fine=command.fine, tell=tell
-        )
+        if beside is not None:
+            table = measure_pair(self, beside, connections, tell=tell)
+        else:
+            world = len(lease.workers)
+            table = measure(self, connections, world=world, degrees=command.degrees, fine=command.fine, tell=tell)
         self.lease_id = None
         report = Profiled(
             worker=self.worker, pipeline=self.name, attempt=self.attempt, lease_id=lease.lease_id, table=table
@@ -331,7 +359,8 @@ class Tenant:
         self.group = self.lease_id = None
 
     def switch(self, command: Switch, connections: Connections) -> Quantum:
-        """Go over to another layout with all sequences, together with all members of the lease.
+        """Go over to another layout with all sequences, together with all members of the lease; out of all groups, this
+        worker goes on alone and without a sequence.
 
         Raises ``PeerLost``, or ``Diverged`` on all members alike.
         """
@@ -350,12 +379,13 @@ class Tenant:
             [[workers.index(w) for w in group] for group in command.groups],
             costs=SwitchCosts(per_byte_s=command.per_byte_s, per_token_s=command.per_token_s),
             how=How(command.how),
+            rebalance=command.rebalance,
         )
         refused, received, recomputed = None, 0, 0
         if isinstance(plan, Refusal):
             refused = plan.reason
         else:
-            mine = next(group for group in command.groups if self.worker in group)
+            mine = next((group for group in command.groups if self.worker in group), (self.worker,))
             try:
                 comm = self._join(mine, connections, everyone)
                 self._go_over(plan, everyone, cargo, comm)
@@ -364,9 +394,10 @@ class Tenant:
             else:
                 groups = command.groups
                 received, recomputed = plan.received_bytes[everyone.rank], plan.recomputed_tokens
-                self._started = {name: at for _, _, started in arrived for name, at in started.items()}
+                started = {name: at for _, _, started in arrived for name, at in started.items()}
+                self._started = started if mine in groups else {}
                 self.group = Group(mine, comm, command.lease.lease_id) if len(mine) > 1 else None
-        if all(len(group) == 1 for group in groups):
+        if all(len(group) == 1 for group in groups) or not any(self.worker in group for group in groups):
             self.lease_id = None
         report = Switched(
             worker=self.worker,
@@ -403,5 +434,4 @@ class Tenant:
 
     def _go_over(self, plan: SwitchPlan, everyone: Communicator, cargo: Cargo, comm: Communicator) -> None:
         engine = carry_out(plan, everyone, self.engine, cargo, lambda lanes: self._make_engine(lanes, comm))
-        assert engine is not None
-        self.engine = engine
+        self.engine = engine if engine is not None else self._narrow_engine()

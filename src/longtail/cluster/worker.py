@@ -1,10 +1,10 @@
 """The loop of one worker: take commands, run one quantum, report; never wait for a peer except under a lease.
 
 Invariants: commands of one worker are applied in the order they were sent, always between two quanta. An error in
-a pipeline's quantum ends that pipeline on this worker and nothing else. Time is shared between the runnable
-pipelines by the compute seconds that each has had, so a pipeline with long quanta gets fewer of them. A worker that is
-in a tensor-parallel group works for that group alone; if it follows there, it does what the leader orders, and its own
-commands wait until the group is dissolved.
+a pipeline's work ends that pipeline on this worker, gives its memory back, and touches nothing else. Time is shared
+between the runnable pipelines by weight (``cluster/fair.py``), so one with long quanta gets fewer of them. A worker
+that is in a tensor-parallel group works for that group alone; if it follows there, it does what the leader orders, and
+its own commands wait until the group is dissolved.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from longtail.cluster.connections import Connections
+from longtail.cluster.fair import FairShare
 from longtail.cluster.messages import (
     ClosePipeline,
     Command,
@@ -35,9 +36,11 @@ from longtail.cluster.messages import (
     PipelineCommand,
     PipelineFailed,
     Profile,
+    Refresh,
     Report,
     Save,
     SaveFailed,
+    Shares,
     Stop,
     Stopped,
     Switch,
@@ -92,6 +95,9 @@ class Worker:
         self._connect = connect
         self._connections: Connections | None = None
         self._spans = SpanRecorder(worker)
+        self._shares = FairShare()
+        self._leftovers = False
+        """Whether a pipeline has failed whose memory is not given back yet."""
         self._stopped = False
         self._next_progress = self._next_alive = 0.0
 
@@ -110,6 +116,7 @@ class Worker:
         self._disconnect()
 
     def _turn(self) -> None:
+        self._give_back()
         if not self._bound():
             self._arrived += self._commands()
         while self._arrived and not self._bound():
@@ -140,22 +147,22 @@ class Worker:
         except queue.Empty:
             return commands
 
+    def _contenders(self) -> list[str]:
+        """Those that have work, between which the next quantum is chosen; in a tensor-parallel group only its own."""
+        grouped = any(t.group is not None for t in self.tenants.values())
+        return [t.name for t in self.tenants.values() if t.runnable and (not grouped or t.group is not None)]
+
     def _choose(self) -> Tenant | None:
-        """The one whose tensor-parallel group this worker is in, else the runnable pipeline that has had the least
-        compute time here; ties go by name."""
-        runnable = [t for t in self.tenants.values() if t.runnable]
-        if any(t.group is not None for t in self.tenants.values()):
-            runnable = [t for t in runnable if t.group is not None]
-        return min(runnable, key=lambda t: (t.used_s, t.name), default=None)
+        name = self._shares.next(self._contenders())
+        return None if name is None else self.tenants[name]
 
     def _quantum(self, tenant: Tenant, work: Callable[[], Quantum]) -> None:
         """Run ``work`` and account for it. Raises whatever it raises."""
+        waiting = [name for name in self._contenders() if name != tenant.name]
         start = time.time()
         quantum = work()
         end = time.time()
-        # A pipeline that slept must not claim the time it missed: it resumes level with the least-served one.
-        floor = min((t.used_s for t in self.tenants.values() if t is not tenant and t.runnable), default=0.0)
-        tenant.used_s = max(tenant.used_s, floor) + end - start
+        self._shares.used(tenant.name, end - start, waiting)
         self._spans.add(
             tenant.name,
             quantum.substage,
@@ -182,10 +189,13 @@ class Worker:
         except PeerLost as error:
             self._break_lease(tenant, tenant.lease_id if lease_id is None else lease_id, error)
         except Exception as error:
-            if tenant.lease_id is not None and not isinstance(error, LongtailError):
-                self._disconnect()
-            self.tenants.pop(tenant.name, None)
-            self.outbox.put([self._failure(tenant.name, tenant.attempt, error)])
+            self._give_up(tenant, error)
+
+    def _give_up(self, tenant: Tenant, error: Exception) -> None:
+        if tenant.lease_id is not None and not isinstance(error, LongtailError):
+            self._disconnect()
+        self._forget(tenant.name)
+        self.outbox.put([self._failure(tenant.name, tenant.attempt, error)])
 
     def _break_lease(self, tenant: Tenant, lease_id: int | None, error: PeerLost) -> None:
         self._disconnect()
@@ -201,11 +211,17 @@ class Worker:
 
     def _failure(self, pipeline: str, attempt: int, error: Exception) -> PipelineFailed:
         known = isinstance(error, LongtailError)
+        sentence = str(error) if known else f"{type(error).__name__}: {error}"
+        if _out_of_memory(error):
+            sentence = (
+                f"worker {self.worker} has not enough memory ({sentence.splitlines()[0]}): lower train.micro_tokens,"
+                " rollout.max_running or rollout.kv_gib, or run fewer pipelines at once"
+            )
         return PipelineFailed(
             worker=self.worker,
             pipeline=pipeline,
             attempt=attempt,
-            error=str(error) if known else f"{type(error).__name__}: {error}",
+            error=sentence,
             traceback="" if known else "".join(traceback.format_exception(error)),
         )
 
@@ -214,6 +230,8 @@ class Worker:
         match command:
             case Stop():
                 self._stopped = True
+            case Shares():
+                self._shares.weigh(command.weights)
             case Connect():
                 self._reconnect(command)
             case OpenPipeline():
@@ -231,18 +249,23 @@ class Worker:
     def _apply_to(self, tenant: Tenant, command: PipelineCommand) -> None:
         match command:
             case DropWork():
-                tenant.drop_work(command.attempt)
+                self._guarded(tenant, lambda: tenant.drop_work(command.attempt))
             case Generate():
                 self._guarded(tenant, lambda: tenant.generate(command))
             case Switch():
                 self._guarded(tenant, lambda: self._switch(tenant, command))
             case Profile():
+                beside = self.tenants.get(command.beside or "")
                 self._guarded(
                     tenant,
-                    lambda: self._quantum(tenant, lambda: tenant.profile(command, self._connected(), self.outbox.put)),
+                    lambda: self._quantum(
+                        tenant, lambda: tenant.profile(command, self._connected(), self.outbox.put, beside)
+                    ),
                 )
             case TrainBatches():
                 tenant.train(command)
+            case Refresh():
+                self._guarded(tenant, lambda: self._quantum(tenant, lambda: tenant.refresh(command)))
             case Save():
                 self._guarded(tenant, lambda: self._quantum(tenant, lambda: self._save(tenant, command)))
             case Update():
@@ -290,6 +313,8 @@ class Worker:
                 except (PeerLost, Diverged):
                     self._disconnect()
                     tenant.abandon_group()
+                except Exception as error:
+                    self._give_up(tenant, error)
 
     def _connected(self) -> Connections:
         """Raises ``PeerLost`` between two generations."""
@@ -315,6 +340,7 @@ class Worker:
                 command, worker=self.worker, world=self.world, device=self.device, connected=self._connected
             )
         except Exception as error:
+            self._leftovers = True
             self.outbox.put([self._failure(command.pipeline, command.attempt, error)])
             return
         self.tenants[command.pipeline] = tenant
@@ -331,8 +357,21 @@ class Worker:
 
     def _drop(self, pipeline: str) -> None:
         """Forget a pipeline and give its memory back at once: the next one may need it."""
-        if self.tenants.pop(pipeline, None) is not None:
-            gc.collect()  # gradient hooks make cycles
+        if pipeline in self.tenants:
+            self._forget(pipeline)
+        self._give_back()
+
+    def _forget(self, pipeline: str) -> None:
+        self.tenants.pop(pipeline, None)
+        self._shares.forget(pipeline)
+        self._leftovers = True
+
+    def _give_back(self) -> None:
+        """Free what forgotten pipelines have left; not where an error of theirs is still being handled, whose frames
+        hold on to tensors."""
+        if self._leftovers:
+            self._leftovers = False
+            gc.collect()  # much of a pipeline is in cycles
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -341,8 +380,10 @@ class Worker:
         now = time.time()
         if now >= self._next_alive:
             grouped = any(tenant.group is not None for tenant in self.tenants.values())
-            self._next_alive = now + (ALIVE_IN_GROUP_EVERY_S if grouped else ALIVE_EVERY_S)
-            self.outbox.put([report for tenant in self.tenants.values() if (report := tenant.alive()) is not None])
+            news: list[Report] = [report for tenant in self.tenants.values() if (report := tenant.alive()) is not None]
+            # However many pipelines there are, reports come as often.
+            self._next_alive = now + (ALIVE_IN_GROUP_EVERY_S if grouped else ALIVE_EVERY_S) * max(1, len(news))
+            self.outbox.put(news)
         if now < self._next_progress and not everything:
             return
         self._next_progress = now + PROGRESS_EVERY_S
@@ -362,3 +403,8 @@ class Worker:
         ]
         if events:
             self.outbox.put([Happened(worker=self.worker, events=tuple(events))], urgent=False)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch has a class of its own for devices, and only words for the host's memory."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -186,6 +186,13 @@ class Pipeline(Section):
     checkpoint: Checkpoints = Checkpoints()
     steps: int = Field(default=100, ge=1, json_schema_extra=unit("steps"))
     """Training steps."""
+    priority: float = Field(default=1.0, gt=0, le=1000)
+    """Weight against other pipelines on the same workers: one of priority 2 is worth twice as much progress."""
+    max_slowdown: float | None = Field(default=None, ge=1, le=1000)
+    """Most times longer that a step may take in company than it would alone; by default there is no limit."""
+    max_staleness: int = Field(default=0, ge=0, le=8, json_schema_extra=unit("updates"))
+    """0 samples every step with the newest weights (on-policy). More lets the rollout of a step begin while up to so
+    many earlier steps still train; it takes a second copy of the weights."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of prompts and of all sampling."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -213,6 +220,22 @@ class Pipeline(Section):
         return self
 
 
+class SharingPolicy(Section):
+    """How pipelines share the workers. None of these changes what is learned."""
+
+    corun: Literal["auto", "greedy", "stages", "serial"] = "auto"
+    """auto looks ahead: it chooses on which workers each rollout runs, and whether pipelines run side by side at all.
+    greedy lets everything run everywhere, side by side; stages gives all workers to one pipeline for a whole rollout
+    or training; serial for a whole step."""
+    merge: Literal["auto", "off"] = "auto"
+    """auto moves the tail of a rollout to fewer workers where others can use those that get free."""
+    widen: Literal["auto", "off"] = "auto"
+    """auto lets tensor-parallel groups form in mid-rollout (see rollout.tp); off keeps every worker on its own, unless
+    rollout.tp is a number."""
+    max_merges: int = Field(default=2, ge=0, le=64, json_schema_extra=unit("merges"))
+    """Most times that the samples of one rollout are moved to fewer workers."""
+
+
 class Jobs(Section):
     """A job file: pipelines that train together on the same workers."""
 
@@ -232,6 +255,7 @@ class Jobs(Section):
     costs: str | None = Field(default=None, min_length=1)
     """Folder of cost tables made by `longtail profile` (relative to the job file); by default this machine's own
     folder. Where no table fits, a run measures a coarse one in some seconds and keeps it."""
+    policy: SharingPolicy = SharingPolicy()
     reward_processes: int = Field(default=2, ge=1, le=1024, json_schema_extra=unit("processes"))
     """Processes that run reward functions, beside the controller."""
     pipelines: dict[Name, Pipeline] = Field(min_length=1)

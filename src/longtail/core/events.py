@@ -136,8 +136,9 @@ class StepEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MoveMade(Event):
-    """A decision of the planner, with what it was predicted to bring and to cost: ``order``, ``widen``, ``narrow``, or
-    ``hold`` where a whole rollout passed without a change of its layout.
+    """A decision of the planner, with what it was predicted to bring and to cost: ``order``; ``widen``, ``narrow``;
+    ``place`` (a rollout begins on fewer than all workers), ``merge`` (its samples move to fewer), ``spread`` (to more);
+    ``hold`` where a whole rollout passed without any of these.
 
     ``predicted_gain_s`` is before, ``predicted_cost_s`` is what the move itself takes of it. ``layout`` is the one that
     a widening or narrowing leads to.
@@ -177,6 +178,24 @@ class MoveEnded(Event):
     rest_s: float | None = None
     gain_s: float | None = None
     refused: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Event):
+    """How pipelines share the workers from now on, as the planner sees it: ``mode`` is ``share`` (side by side) or
+    ``hold`` (in turns, since sharing would lose).
+
+    ``rates`` are predicted: the progress of each pipeline as a share of what it would make with all workers to itself
+    (their sum is the throughput over that of taking turns). ``weights``: by which workers share their time.
+    ``duration_s`` is what planning took.
+    """
+
+    kind: ClassVar[str] = "planned"
+    mode: str
+    reason: str
+    rates: dict[str, float]
+    weights: dict[str, float]
+    duration_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +253,7 @@ EVENTS: dict[str, type[Event]] = {
     cls.kind: cls
     for cls in (
         RunStarted, RunEnded, PipelineStarted, PipelineEnded, StageEntered, Span, SequenceEnded, StepEnded,
-        MoveMade, MoveEnded, CheckpointSaved, Rollback, WorkerLost, Note, Progress,
+        MoveMade, MoveEnded, Planned, CheckpointSaved, Rollback, WorkerLost, Note, Progress,
     )
 }  # fmt: skip
 

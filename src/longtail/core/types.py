@@ -6,6 +6,7 @@ Token arrays are ``numpy.int32``, log-probabilities ``numpy.float32``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -157,7 +158,8 @@ class Lease:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which workers sample together: each is in exactly one tensor-parallel group of ``groups``.
+    """Which workers sample together: each is in at most one tensor-parallel group of ``groups``, and one that is in
+    none has no part in the rollout.
 
     A group lists its workers in the order of their ranks, neighbours that ascend; the first one leads.
     """
@@ -167,7 +169,12 @@ class Layout:
     @classmethod
     def narrow(cls, workers: int) -> Layout:
         """Every worker on its own: data parallel."""
-        return cls(tuple((worker,) for worker in range(workers)))
+        return cls.singles(range(workers))
+
+    @classmethod
+    def singles(cls, workers: Iterable[int]) -> Layout:
+        """These workers, each on its own."""
+        return cls(tuple((worker,) for worker in sorted(workers)))
 
     @classmethod
     def uniform(cls, workers: int, degree: int) -> Layout:
@@ -179,8 +186,14 @@ class Layout:
         """The largest tensor-parallel degree."""
         return max(len(group) for group in self.groups)
 
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All that are in a group, ascending."""
+        return tuple(sorted(worker for group in self.groups for worker in group))
+
     def group_of(self, worker: int) -> tuple[int, ...]:
-        return next(group for group in self.groups if worker in group)
+        """The group that has ``worker``; one that is in none is on its own."""
+        return next((group for group in self.groups if worker in group), (worker,))
 
     def replaced(self, groups: tuple[tuple[int, ...], ...]) -> Layout:
         """With ``groups`` in place of all groups of the same workers."""

@@ -194,9 +194,10 @@ class CostTable:
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """(intercept, slope) with the least squared relative errors, both at least 0; ``y`` [n] is positive."""
     weight = 1.0 / y**2
-    mean_x, mean_y = np.average(x, weights=weight), np.average(y, weights=weight)
-    spread = np.average((x - mean_x) ** 2, weights=weight)
-    slope = max(0.0, np.average((x - mean_x) * (y - mean_y), weights=weight) / spread) if spread > 0 else 0.0
+    weight /= weight.sum()
+    mean_x, mean_y = weight @ x, weight @ y
+    spread = weight @ (x - mean_x) ** 2
+    slope = max(0.0, weight @ ((x - mean_x) * (y - mean_y)) / spread) if spread > 0 else 0.0
     if (intercept := mean_y - slope * mean_x) < 0:
-        intercept, slope = 0.0, np.average(x * y, weights=weight) / np.average(x * x, weights=weight)
+        intercept, slope = 0.0, weight @ (x * y) / (weight @ (x * x))
     return float(intercept), float(slope)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from longtail.costs.decode import DecodeCosts
@@ -35,6 +36,9 @@ class WorkerCosts:
     switch: SwitchCosts = FREE
     kv_heads: int = 1
     kv_bytes: int = 1
+    slowed: Callable[[str, str, str], float] | None = None
+    """(sub-stage, another pipeline, its sub-stage) -> how many times longer work takes when the two share a worker;
+    None: 1."""
 
     def __post_init__(self) -> None:
         for degree in self.decode_by_degree:
@@ -49,6 +53,13 @@ class WorkerCosts:
     def sampling(self, degree: int) -> DecodeCosts:
         """What sampling costs in a group of ``degree``. Raises ``KeyError`` for one that is not known."""
         return self.decode if degree == 1 else self.decode_by_degree[degree]
+
+    def slowdown(self, substage: str, others: Sequence[tuple[str, str]]) -> float:
+        """How many times longer work takes beside the (pipeline, sub-stage) of ``others`` on its worker, over which the
+        mean is taken (geometric)."""
+        if self.slowed is None or not others:
+            return 1.0
+        return math.prod(self.slowed(substage, *other) for other in others) ** (1.0 / len(others))
 
     def table(self, key: TableKey, *, measured: str, degrees: Sequence[int], fine: bool) -> CostTable:
         """What a profiler without errors would find, for those of ``degrees`` that are known."""

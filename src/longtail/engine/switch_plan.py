@@ -74,10 +74,12 @@ def plan_switch(
     *,
     costs: SwitchCosts,
     how: How = How.AUTO,
+    rebalance: bool = False,
 ) -> SwitchPlan | Refusal:
     """How the ranks with ``cargos`` go from the groups ``source`` to the groups ``target``.
 
-    Every rank is in one source group; one that is in no target group gives everything away. Raises
+    Every rank is in one source group; one that is in no target group gives everything away. With ``rebalance``
+    the target groups get even loads also where sequences could have stayed (``engine/deal.py``). Raises
     :class:`longtail.core.errors.Diverged` if ranks of a source group do not have the same sequences.
     """
     kv_heads, members = cargos[0].kv_heads, [rank for ranks in target for rank in ranks]
@@ -89,7 +91,7 @@ def plan_switch(
     teams = exporting_teams(cargos, source)
     successors = [team_of(ranks, kv_heads) for ranks in target]
     groups = [cargos[team.ranks[0]].groups for team in teams]
-    dealt = deal(groups, [team.ranks for team in teams], [team.ranks for team in successors])
+    dealt = deal(groups, [team.ranks for team in teams], [team.ranks for team in successors], rebalance=rebalance)
     rooms = [Room(team, teams, cargos) for team in successors]
     for room, shares in zip(rooms, dealt, strict=True):
         for share in shares:

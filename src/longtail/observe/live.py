@@ -4,7 +4,8 @@ Pure: no clock, no files. In events a step is named by the steps done before it 
 1, and so do this view and every display.
 
 Invariant: after a :class:`Rollback` to ``step``, or a start of a pipeline at ``step``, nothing of later steps is left
-in the pipeline's view, so ``done`` is in order of steps. What workers did and the time it took stay: they happened.
+in the pipeline's view, so ``done`` is in order of steps. What workers did and the time it took stay: they happened, and
+so did what was planned. Pipelines come and go as they are told of.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from longtail.core.events import (
     Note,
     PipelineEnded,
     PipelineStarted,
+    Planned,
     Progress,
     Rollback,
     RunEnded,
@@ -30,7 +32,8 @@ from longtail.core.events import (
     StepEnded,
     WorkerLost,
 )
-from longtail.observe.moves import LAYOUT_MOVES, ROUTINE_MOVES, Move, OpenMoves
+from longtail.observe.moves import EVERY_STEP, ROUTINE_MOVES, SWITCHES, Move, OpenMoves
+from longtail.observe.plans import PlanTotals
 from longtail.observe.views import WINDOW_S, PipelineView, WorkerView
 
 
@@ -48,6 +51,7 @@ class RunView:
         """The last ones that are not routine."""
         self.latest_move: Move | None = None
         """What the latest event about a move told of."""
+        self.plans = PlanTotals()
         self.reason: str | None = None
         """Why the run ended; None while it runs (or if it was killed)."""
         self.starts = 0
@@ -93,6 +97,11 @@ class RunView:
         late = (self.now if now is None else now) - worker.reported
         return worker.work if late <= WINDOW_S else "idle"
 
+    @property
+    def plan(self) -> Planned | None:
+        """How pipelines share the workers now; None where there is nothing to share."""
+        return self.plans.latest if self._running > 1 else None
+
     def groups(self, now: float | None = None) -> list[tuple[int, ...]]:
         """All workers; those of a tensor-parallel group, which are neighbours, together."""
         groups: list[tuple[int, ...]] = []
@@ -110,6 +119,8 @@ class RunView:
 
     def apply(self, event: Event) -> list[Note]:
         """Take one event in; returns what a person should read because of it: notes, also the view's own ones."""
+        if self._since is not None and not isinstance(event, RunStarted):
+            self._pass(event.t - self.now)
         notes = self._dispatch(event)
         self.now = max(self.now, event.t)
         self.notes.extend(notes)
@@ -124,11 +135,13 @@ class RunView:
             case SequenceEnded():
                 self._sequence(event)
             case StageEntered():
-                self._pipeline(event.pipeline).enter(event)
+                self._pipeline(event.pipeline).enter(event, self._active)
             case StepEnded():
                 return self._step(event)
             case MoveMade() | MoveEnded():
                 self._move(event)
+            case Planned():
+                self.plans.planned(event)
             case CheckpointSaved():
                 self._pipeline(event.pipeline).checkpoints.append((event.step, event.path))
             case Note():
@@ -157,6 +170,15 @@ class RunView:
         return self.workers.setdefault(index, WorkerView(index))
 
     @property
+    def _running(self) -> int:
+        return sum(p.status == "running" for p in self.pipelines.values())
+
+    def _pass(self, seconds: float) -> None:
+        """Time goes by under the plan that holds."""
+        if seconds > 0 and any(p.under_way for p in self.pipelines.values()):
+            self.plans.passed(seconds, pipelines=self._running)
+
+    @property
     def _segment_s(self) -> float:
         return 0.0 if self._since is None else max(0.0, self.now - self._since)
 
@@ -165,6 +187,9 @@ class RunView:
         for index, worker in self.workers.items():
             if index < self._active:
                 worker.wall_s += self._segment_s
+        for pipeline in self.pipelines.values():
+            pipeline.halt(self.now)
+        self.plans.forget()
         self._since = None
 
     def _run_started(self, event: RunStarted) -> None:
@@ -175,6 +200,9 @@ class RunView:
         self.starts += 1
         for index in range(event.workers):
             self._worker(index).restart()
+        for pipeline in self.pipelines.values():
+            if pipeline.live:  # killed with the start before
+                pipeline.status, pipeline.stage = "interrupted", None
         for name in event.pipelines:
             self._pipeline(name).restart()
 
@@ -182,6 +210,7 @@ class RunView:
         self._open_moves.forget(event.pipeline)
         pipeline = self._pipeline(event.pipeline)
         again = pipeline.step - event.step
+        pipeline.halt(event.t)
         pipeline.continue_after(event.step)
         void = f" ({again} finished steps are void)" if again > 0 else ""
         level = "warning" if pipeline.status == "running" else "info"
@@ -194,6 +223,7 @@ class RunView:
 
     def _pipeline_ended(self, event: PipelineEnded) -> list[Note]:
         pipeline = self._pipeline(event.pipeline)
+        pipeline.halt(event.t)
         pipeline.status, pipeline.error, pipeline.stage = event.reason, event.error, None
         pipeline.step = pipeline.current = event.step
         if event.error is None:
@@ -206,17 +236,23 @@ class RunView:
             pipeline.samples_done += 1
 
     def _move(self, event: MoveMade | MoveEnded) -> None:
-        if event.move in ROUTINE_MOVES:
+        if event.move == EVERY_STEP:
             return
+        pipeline = self._pipeline(event.pipeline)
         move = self._open_moves.made(event) if isinstance(event, MoveMade) else self._open_moves.ended(event)
-        if isinstance(event, MoveMade) or move.made is None:
-            self.moves.append(move)
-        if isinstance(event, MoveEnded) or event.move not in LAYOUT_MOVES:
-            self._pipeline(event.pipeline).moved(move)
-        self.latest_move = move
+        if isinstance(event, MoveEnded) or event.move not in SWITCHES:
+            pipeline.moved(move)
+        if isinstance(event, MoveMade) and event.move in SWITCHES:
+            pipeline.relocated()
+        if event.move not in ROUTINE_MOVES:
+            if isinstance(event, MoveMade) or move.made is None:
+                self.moves.append(move)
+            self.latest_move = move
 
     def _span(self, event: Span) -> None:
         self._worker(event.worker).ran(event)
+        for pipeline in self.pipelines.values():
+            pipeline.time.used(event, own=pipeline.name == event.pipeline)
         if event.substage == "decode":
             self._pipeline(event.pipeline).decoded(event)
 

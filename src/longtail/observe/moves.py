@@ -8,10 +8,16 @@ from dataclasses import dataclass, fields, replace
 from longtail.core.events import MoveEnded, MoveMade
 from longtail.observe.text import brief, one_line, signed, size
 
-ROUTINE_MOVES = {"order", "hold"}
-"""Moves that every step of a pipeline has: they are in the log, and not worth a line of a display."""
-LAYOUT_MOVES = {"widen", "narrow"}
+KINDS = ("place", "merge", "spread", "widen", "narrow", "hold")
+"""Moves that are counted, in the order in which they are listed."""
+EVERY_STEP = "order"
+"""Made in every step of every pipeline, and not counted."""
+ROUTINE_MOVES = {EVERY_STEP, "hold"}
+"""Moves that are in the log, and not worth a line of a display."""
+SWITCHES = {"merge", "spread", "widen", "narrow"}
 """Moves whose outcome is told at the end of their step; without one they have not been carried out (yet)."""
+RELOCATIONS = {"merge", "spread"}
+"""Moves of samples to other workers, which are those that the move names."""
 
 
 @dataclass(eq=False)
@@ -50,7 +56,7 @@ class OpenMoves:
 
     def made(self, event: MoveMade) -> Move:
         move = Move(event)
-        if event.move in LAYOUT_MOVES:
+        if event.move in SWITCHES:
             kept = [m for m in self._open.get(event.pipeline, []) if m.told.step == event.step]
             self._open[event.pipeline] = [*kept, move]
         return move
@@ -79,7 +85,8 @@ class MoveTotals:
     """Sums over moves of one kind: ``count`` were carried out, ``refused`` were not.
 
     ``net_s`` and ``predicted_net_s``, gains less costs, are over the ``judged`` ones, of which both are known;
-    ``cost_s`` is over all, ``predicted_cost_s`` over the ``priced`` ones.
+    ``foretold_net_s`` is predicted of the ``foretold`` ones, of which no more is known. ``cost_s`` is over all,
+    ``predicted_cost_s`` over the ``priced`` ones.
     """
 
     count: int = 0
@@ -87,27 +94,30 @@ class MoveTotals:
     judged: int = 0
     net_s: float = 0.0
     predicted_net_s: float = 0.0
+    foretold: int = 0
+    foretold_net_s: float = 0.0
     cost_s: float = 0.0
     priced: int = 0
     predicted_cost_s: float = 0.0
 
     @classmethod
     def of(cls, move: Move) -> MoveTotals:
+        predicted_net_s, predicted_cost_s = _known(move.predicted_net_s), _known(move.predicted_cost_s)
+        foretold = cls(count=1, foretold=int(predicted_net_s is not None), foretold_net_s=predicted_net_s or 0.0)
         if move.ended is None:
-            return cls(count=1)
+            return foretold
         if move.ended.refused is not None:
             return cls(refused=1)
-        net_s, predicted_net_s = _known(move.ended.gain_s), _known(move.predicted_net_s)
-        predicted_cost_s = _known(move.predicted_cost_s)
-        total = cls(
-            count=1,
+        total = replace(
+            foretold,
             cost_s=_known(move.ended.cost_s) or 0.0,
             priced=int(predicted_cost_s is not None),
             predicted_cost_s=predicted_cost_s or 0.0,
         )
+        net_s = _known(move.ended.gain_s)
         if net_s is None or predicted_net_s is None:
             return total
-        return replace(total, judged=1, net_s=net_s, predicted_net_s=predicted_net_s)
+        return replace(total, foretold=0, foretold_net_s=0.0, judged=1, net_s=net_s, predicted_net_s=predicted_net_s)
 
     def __add__(self, other: MoveTotals) -> MoveTotals:
         return MoveTotals(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -122,16 +132,22 @@ def add(totals: dict[str, MoveTotals], kind: str, more: MoveTotals) -> None:
     totals[kind] = totals.get(kind, MoveTotals()) + more
 
 
+def listed(totals: dict[str, MoveTotals]) -> dict[str, MoveTotals]:
+    """The same sums, the kinds in the order in which they are shown."""
+    return {kind: totals[kind] for kind in sorted(totals, key=lambda kind: (*KINDS, kind).index(kind))}
+
+
 def describe(move: Move) -> str:
     """What is decided, and why; or, once it is known, what came of it.
 
-    ``widen sums on w0,w1 to TP2: predicted +1.8 s, cost 0.02 s; 2 samples left``
+    ``merge sums to w0: predicted +1.8 s, cost 0.02 s; 2 samples left``
     ``widen sums on w0,w1 to TP2: gained +1.6 s net (predicted +1.8 s), cost 3.0 ms (predicted 0.02 s), 1.2 MiB moved``
     """
     told, made, ended = move.told, move.made, move.ended
     workers = ",".join(f"w{w}" for w in told.workers[:8]) + (",..." if len(told.workers) > 8 else "")
     layout = f" to {made.layout}" if made is not None and made.layout else ""
-    head = f"{told.move} {told.pipeline} on {workers}{layout}"
+    on = "to" if told.move in RELOCATIONS else "on"
+    head = f"{told.move} {told.pipeline} {on} {workers}{layout}"
     if ended is not None:
         return one_line(f"{head} refused: {ended.refused}" if ended.refused else f"{head}: {_outcome(move, ended)}")
     assert made is not None
@@ -154,8 +170,8 @@ def _outcome(move: Move, ended: MoveEnded) -> str:
 
 
 def count(totals: dict[str, MoveTotals]) -> str:
-    """``widen 41, narrow 3``; empty if none was carried out."""
-    return ", ".join(f"{kind} {total.count}" for kind, total in totals.items() if total.count)
+    """``merge 12, widen 41, narrow 3``; empty if none was carried out."""
+    return ", ".join(f"{kind} {total.count}" for kind, total in listed(totals).items() if total.count)
 
 
 def account(total: MoveTotals) -> str:
@@ -165,6 +181,8 @@ def account(total: MoveTotals) -> str:
     if total.judged:
         of = f" in {total.judged} of {total.count}" if total.judged < total.count else ""
         parts.append(f"gained {signed(total.net_s)} net{of} (predicted {signed(total.predicted_net_s)})")
+    elif total.foretold:
+        parts.append(f"predicted {signed(total.foretold_net_s)} net")
     if total.cost_s or total.priced:
         predicted = f" (predicted {brief(total.predicted_cost_s)})" if total.priced == total.count else ""
         parts.append(f"cost {brief(total.cost_s)}{predicted}")

@@ -15,6 +15,7 @@ from longtail.core.events import (
     Note,
     PipelineEnded,
     PipelineStarted,
+    Planned,
     Rollback,
     RunEnded,
     RunStarted,
@@ -22,18 +23,21 @@ from longtail.core.events import (
     StepEnded,
 )
 from longtail.observe.live import RunView
-from longtail.observe.moves import LAYOUT_MOVES, ROUTINE_MOVES, Move, MoveTotals, account, add, describe
+from longtail.observe.moves import ROUTINE_MOVES, SWITCHES, Move, MoveTotals, account, add, describe, listed
+from longtail.observe.plans import describe as describe_plan
 from longtail.observe.text import duration, lines, number, reward, short_path
 
 MOVES_IN_FULL = 3
 """So many moves of a pipeline within ``MOVES_EVERY_S`` seconds have lines of their own, what follows is counted."""
 MOVES_EVERY_S = 60.0
+PLANS_EVERY_S = 10.0
 
 
 class PlainSink:
     """One line per finished step and pipeline, at most one each ``every_s`` seconds of the run's own time, but always
-    a pipeline's first and last step; checkpoints likewise. Frequent moves are counted (:class:`MoveLines`). Notes,
-    starts and ends are never left out.
+    a pipeline's first and last step; checkpoints likewise. Frequent moves are counted (:class:`MoveLines`). How
+    pipelines share the workers is told when it changes between side by side and in turns, or other pipelines share.
+    Notes, starts and ends are never left out.
 
     ``view`` is the run so far (of a resumed run). A closed pipe switches the sink off.
     """
@@ -46,6 +50,8 @@ class PlainSink:
         self._last: dict[tuple[str, str], float] = {}
         self._held: dict[str, StepEnded] = {}
         self._moves: dict[str, MoveLines] = {}
+        self._told: tuple[str, set[str]] | None = None
+        self._told_at = float("-inf")
 
     def write(self, event: Event) -> None:
         """Print what the event is worth; never raises because of the stream."""
@@ -53,6 +59,7 @@ class PlainSink:
         match event:
             case RunStarted():
                 self._moves.clear()
+                self._told, self._told_at = None, float("-inf")
                 devices = ", ".join(dict.fromkeys(event.devices))
                 again = "   (resumed)" if event.resumed else ""
                 self._print(
@@ -62,6 +69,7 @@ class PlainSink:
                 self._moves.pop(event.pipeline, None)  # void steps are not counted
             case PipelineStarted():
                 self._moves.pop(event.pipeline, None)
+                self._last.pop((event.pipeline, "step"), None)
                 where = f" from step {event.step}" if event.step else ""
                 size = f" ({event.parameters / 1e6:,.1f} M parameters)" if event.parameters else ""
                 self._print(event.t, f"{event.pipeline} starts{where}: {event.task}, {event.model}{size}")
@@ -80,6 +88,8 @@ class PlainSink:
                 if event.move not in ROUTINE_MOVES and self.view.latest_move is not None:
                     told = self._moves.setdefault(event.pipeline, MoveLines(event.pipeline))
                     self._print_if(event.t, told.line(self.view.latest_move))
+            case Planned():
+                self._plan(event)
             case PipelineEnded():
                 self._say_held(event.pipeline, t=event.t)
                 self._print(event.t, f"{event.pipeline} {event.reason} at step {event.step}")
@@ -107,6 +117,12 @@ class PlainSink:
             return False
         self._last[key] = event.t
         return True
+
+    def _plan(self, event: Planned) -> None:
+        news = event.mode, set(event.rates)
+        if news != self._told and event.t - self._told_at >= PLANS_EVERY_S:
+            self._told, self._told_at = news, event.t
+            self._print(event.t, describe_plan(event))
 
     def _step(self, event: StepEnded) -> None:
         self._held.pop(event.pipeline, None)
@@ -163,10 +179,10 @@ class MoveLines:
         often = len(self._recent) == MOVES_IN_FULL and t - self._recent[0] < MOVES_EVERY_S
         self._recent.append(t)
         if not often:
-            if move.told.move in LAYOUT_MOVES:
+            if move.told.move in SWITCHES:
                 self._told = {m for m in self._told if m.told.step == move.told.step} | {move}
             return describe(move)
-        return "" if move.told.move in LAYOUT_MOVES else self._count(move, t)
+        return "" if move.told.move in SWITCHES else self._count(move, t)
 
     def rest(self, t: float) -> str:
         """What was counted and not yet told; may be empty."""
@@ -174,7 +190,7 @@ class MoveLines:
         if only is not None:
             return describe(only)
         sums = []
-        for kind, total in counted.items():
+        for kind, total in listed(counted).items():
             known = account(total)
             sums.append(f"{kind} {total.count}" + (f" ({known})" if known else ""))
         return f"{self._pipeline} in the last {duration(t - self._since)}: {', '.join(sums)}" if sums else ""

@@ -1,10 +1,11 @@
 """TensorBoard files, written without torch: one TensorBoard run per pipeline, and one for the workers.
 
 ``folder/PIPELINE`` holds every metric of :class:`StepEnded` under its own name, and the histogram ``length`` of the
-step's response lengths, against the number of steps done; and where the layout changed in a step, ``widen/count``,
-``widen/net_gain_s``, ``widen/cost_s`` and what was predicted of both (``narrow`` likewise). ``folder/_workers`` holds
-``w0/utilisation`` and so on against seconds since the first start. Pipelines are separate runs because a restart
-marker makes void all later steps of its whole run: that is how TensorBoard forgets the steps after a rollback.
+step's response lengths, against the number of steps done; and of the kinds of moves that a step had, ``widen/count``,
+``widen/net_gain_s``, ``widen/cost_s`` and what was predicted of both, as far as known. ``folder/_workers`` holds
+``w0/utilisation`` and so on, and what the planner said of sharing, against seconds since the first start. Pipelines are
+separate runs because a restart marker makes void all later steps of its whole run: that is how TensorBoard forgets the
+steps after a rollback.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from longtail.core.events import (
     MoveEnded,
     MoveMade,
     PipelineStarted,
+    Planned,
     Rollback,
     RunStarted,
     SequenceEnded,
@@ -33,7 +35,8 @@ from longtail.core.events import (
     StepEnded,
 )
 from longtail.observe.appendfile import AppendFile
-from longtail.observe.moves import MoveTotals, OpenMoves, add
+from longtail.observe.moves import ROUTINE_MOVES, SWITCHES, Move, MoveTotals, OpenMoves, add
+from longtail.observe.plans import IN_TURNS, throughput
 from longtail.observe.store import warn_on_stderr
 
 WORKERS_RUN = "_workers"  # no pipeline can have this name
@@ -54,6 +57,7 @@ class TensorBoardSink:
         self._open_moves = OpenMoves()
         self._moves: dict[str, dict[str, MoveTotals]] = {}
         self._busy_s: dict[int, float] = {}
+        self._plans: list[Planned] = []
         self._origin: int | None = None
         self._workers_since: float | None = None
         self._lost = 0
@@ -66,10 +70,13 @@ class TensorBoardSink:
             case SequenceEnded():
                 self._lengths.setdefault(event.pipeline, []).append(event.tokens)
             case MoveMade():
-                self._open_moves.made(event)
+                move = self._open_moves.made(event)
+                if event.move not in SWITCHES | ROUTINE_MOVES:
+                    self._moved(move)
             case MoveEnded():
-                total = MoveTotals.of(self._open_moves.ended(event))
-                add(self._moves.setdefault(event.pipeline, {}), event.move, total)
+                self._moved(self._open_moves.ended(event))
+            case Planned():
+                self._plans.append(event)
             case PipelineStarted() | Rollback():
                 self._lengths.pop(event.pipeline, None)
                 self._moves.pop(event.pipeline, None)
@@ -78,6 +85,7 @@ class TensorBoardSink:
                 self._add(event.pipeline, event_pb2.Event(wall_time=event.t, step=event.step + 1, session_log=restart))
             case RunStarted():
                 self._busy_s = dict.fromkeys(range(event.workers), 0.0)
+                self._plans = []
                 self._workers_since = event.t
             case Span():
                 self._busy_s[event.worker] = self._busy_s.get(event.worker, 0.0) + event.busy_s
@@ -92,6 +100,9 @@ class TensorBoardSink:
             self._warn(f"{self._folder} is incomplete: {self._lost} points could not be written.")
             self._lost = 0
 
+    def _moved(self, move: Move) -> None:
+        add(self._moves.setdefault(move.told.pipeline, {}), move.told.move, MoveTotals.of(move))
+
     def _step(self, event: StepEnded) -> None:
         metrics = event.metrics | _move_metrics(self._moves.pop(event.pipeline, {}))
         values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
@@ -101,19 +112,24 @@ class TensorBoardSink:
         self._add(event.pipeline, event_pb2.Event(wall_time=event.t, step=event.step + 1, summary=summary))
 
     def _workers(self, now: float) -> None:
-        """A point per worker for each period of ``WORKERS_EVERY_S``: the busy share of that period."""
+        """A point per worker for each period of ``WORKERS_EVERY_S``: the busy share of that period; and what was
+        planned in it."""
         if self._workers_since is None or now - self._workers_since < WORKERS_EVERY_S:
             return
         wall_s = now - self._workers_since
+        curves = {
+            f"w{worker}/utilisation": min(1.0, busy_s / wall_s) for worker, busy_s in sorted(self._busy_s.items())
+        }
         values = [
-            summary_pb2.Summary.Value(tag=f"w{worker}/utilisation", simple_value=min(1.0, busy_s / wall_s))
-            for worker, busy_s in sorted(self._busy_s.items())
+            summary_pb2.Summary.Value(tag=tag, simple_value=value)
+            for tag, value in (curves | _plan_metrics(self._plans)).items()
         ]
         if self._origin is None:
             self._origin = _first_start(self._folder / WORKERS_RUN, now)
         summary = summary_pb2.Summary(value=values)
         self._add(WORKERS_RUN, event_pb2.Event(wall_time=now, step=max(0, round(now) - self._origin), summary=summary))
         self._busy_s = dict.fromkeys(self._busy_s, 0.0)
+        self._plans = []
         self._workers_since = now
 
     def _add(self, run: str, point: event_pb2.Event) -> None:
@@ -159,12 +175,26 @@ def _move_metrics(moves: dict[str, MoveTotals]) -> dict[str, float]:
     """What is known of the moves of a step, summed by kind."""
     metrics: dict[str, float] = {}
     for kind, total in moves.items():
-        metrics |= {f"{kind}/count": total.count, f"{kind}/cost_s": total.cost_s}
+        metrics[f"{kind}/count"] = total.count
+        if kind in SWITCHES:
+            metrics[f"{kind}/cost_s"] = total.cost_s
         if total.priced:
             metrics[f"{kind}/predicted_cost_s"] = total.predicted_cost_s
         if total.judged:
             metrics |= {f"{kind}/net_gain_s": total.net_s, f"{kind}/predicted_net_gain_s": total.predicted_net_s}
+        elif total.foretold:
+            metrics[f"{kind}/predicted_net_gain_s"] = total.foretold_net_s
     return metrics
+
+
+def _plan_metrics(plans: list[Planned]) -> dict[str, float]:
+    """Means over the plans that were told in a period."""
+    if not plans:
+        return {}
+    metrics = {"planner/ms": 1000 * sum(p.duration_s for p in plans) / len(plans)}
+    metrics["planner/in_turns"] = sum(p.mode == IN_TURNS for p in plans) / len(plans)
+    rates = [rate for p in plans if (rate := throughput(p)) is not None]
+    return metrics | ({"planner/predicted_rate": sum(rates) / len(rates)} if rates else {})
 
 
 def _histogram(values_N: np.ndarray) -> summary_pb2.HistogramProto:

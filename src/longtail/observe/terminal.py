@@ -1,4 +1,4 @@
-"""The live display: one line per pipeline, a cell per worker or tensor-parallel group, the last moves and notes.
+"""The live display: a line per pipeline, a cell per worker or tensor-parallel group, the plan, last moves and notes.
 
 The display refreshes itself four times a second whatever the event rate; :meth:`TerminalSink.write` only folds the
 event into the view. Warnings and errors are also printed above the display, where they stay.
@@ -21,6 +21,7 @@ from longtail.core.events import Event, Note, RunEnded, Sink
 from longtail.observe.live import RunView
 from longtail.observe.moves import describe
 from longtail.observe.plain import PlainSink, describe_note
+from longtail.observe.plans import describe as describe_plan
 from longtail.observe.text import about, duration, number, one_line, percent, reward, sparkline
 from longtail.observe.views import PipelineView
 
@@ -28,6 +29,8 @@ REFRESH_HZ = 4
 NAME_WIDTH = 16
 CURVE_WIDTH = 24
 WORKER_LINES = 8
+PIPELINE_LINES = 16
+"""Of more than so many pipelines those that are over are left out, the oldest first."""
 STATUS_STYLE = {"failed": "red", "interrupted": "yellow", "finished": "green", "waiting": "dim"}
 LEVEL_STYLE = {"error": "red", "warning": "yellow"}
 
@@ -95,8 +98,9 @@ class TerminalSink:
 def draw(view: RunView, width: int, now: float) -> Group:
     """The display at one moment, ``width`` columns wide; lines never wrap, except a failed pipeline's error."""
     lines = [_header(view)]
-    lines.extend(_pipelines(list(view.pipelines.values()), width))
+    lines.extend(_pipelines(view, width))
     lines.extend(_workers(view, width, now))
+    lines.extend([_labelled("plan", describe_plan(view.plan))] if view.plan is not None else [])
     lines.extend(_last_moves(view))
     lines.extend(_last_notes(view))
     for line in lines:
@@ -118,8 +122,9 @@ def _header(view: RunView) -> Text:
     return line.append(f"   {view.reason}") if view.reason else line
 
 
-def _pipelines(pipelines: list[PipelineView], width: int) -> list[Text]:
+def _pipelines(view: RunView, width: int) -> list[Text]:
     """Aligned columns; the reward curves get the room that the others leave."""
+    pipelines = _shown(list(view.pipelines.values()))
     name_width = min(NAME_WIDTH, max((len(p.name) for p in pipelines), default=0))
     goal_width = max((len(str(p.steps or "?")) for p in pipelines), default=0)
     fixed = name_width + 2 * goal_width + 53
@@ -137,18 +142,30 @@ def _pipelines(pipelines: list[PipelineView], width: int) -> list[Text]:
         lines.append(line)
         if p.error is not None:
             lines.append(Text(f"  {about(p.name, p.error)}", style="red"))
+    if hidden := len(view.pipelines) - len(pipelines):
+        lines.append(_line(f"and {hidden} more that are over", "dim"))
     return lines
 
 
+def _shown(pipelines: list[PipelineView]) -> list[PipelineView]:
+    over = [p.name for p in pipelines if not p.live]
+    hidden = over[: max(0, len(pipelines) - PIPELINE_LINES)]
+    return [p for p in pipelines if p.name not in hidden]
+
+
 def _stage(p: PipelineView) -> str:
-    if p.status not in ("running", "waiting"):
+    if not p.live:
         return p.status
-    if p.stage == "rollout":
-        done, expected = p.samples_done, p.samples_expected
-        return f"rollout {done}/{expected}" if expected else "rollout"
-    if p.status == "waiting":
-        return p.stage or "waiting"
-    return p.stage or ("" if p.done else "starting")
+    if p.stage is None:
+        return "waiting" if p.status == "waiting" else "" if p.done else "starting"
+    earlier = [stage for number, stage in p.under_way.items() if number != p.current]
+    return " + ".join([_newest_stage(p), *earlier])
+
+
+def _newest_stage(p: PipelineView) -> str:
+    if p.stage == "rollout" and p.samples_expected:
+        return f"rollout {p.samples_done}/{p.samples_expected}"
+    return p.stage or ""
 
 
 def _workers(view: RunView, width: int, now: float) -> list[Text]:

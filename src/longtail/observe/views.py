@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longtail.core.events import PipelineStarted, Progress, Span, StageEntered, StepEnded
+from longtail.observe.filling import StepTime, overlap
 from longtail.observe.moves import Move, MoveTotals, add
 
 WINDOW_S = 10.0
 """Utilisation and tokens/s are means over this many seconds."""
-STEP_STAGES = ("rollout", "score", "train", "update")
+OUTSIDE_STEPS = ("load", "profile", "checkpoint")
+"""Stages in which a pipeline is at no step."""
 SAMPLING = ("prefill", "decode")
 """Sub-stages that tensor-parallel groups do together."""
 QUIET_S = 3.0
@@ -24,11 +26,14 @@ QUIET_S = 3.0
 
 
 class StepRecord(NamedTuple):
-    """What is kept of a finished step: NaN where its metrics lacked the value."""
+    """What is kept of a finished step: NaN where its metrics lacked the value. ``alone_s``: what it was predicted to
+    take with all workers to itself; ``ended``: Unix seconds."""
 
     reward: float
     time_s: float
     tokens: float
+    alone_s: float
+    ended: float
 
 
 @dataclass
@@ -47,7 +52,8 @@ class Spell:
 
 @dataclass
 class PipelineView:
-    """``status`` is ``waiting``, ``running``, ``finished``, ``failed`` or ``interrupted``."""
+    """``status`` is ``waiting``, ``running``, ``finished``, ``failed`` or ``interrupted``. One that comes again under
+    the same name takes the place of the earlier one, except for the time that it took."""
 
     name: str
     status: str = "waiting"
@@ -58,10 +64,12 @@ class PipelineView:
     step: int = 0
     """Steps done."""
     current: int = 0
-    """The step being worked on; equal to ``step`` between steps."""
+    """The step being worked on, the newest if there are several; equal to ``step`` between steps."""
     steps: int | None = None
     """The goal."""
     stage: str | None = None
+    under_way: dict[int, str] = field(default_factory=dict)
+    """The stage of each step that is not done; several where a rollout may be ahead of training."""
     samples_done: int = 0
     """Of the current step."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -69,6 +77,7 @@ class PipelineView:
     done: dict[int, StepRecord] = field(default_factory=dict)
     spells: list[Spell] = field(default_factory=list)
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
+    time: StepTime = field(default_factory=StepTime)
     _per_step: int | None = None
     _moves: dict[int, dict[str, MoveTotals]] = field(default_factory=dict)
     """By step and kind."""
@@ -81,6 +90,11 @@ class PipelineView:
     def rewards(self) -> list[float]:
         """Mean reward of each finished step that is not void, in order of steps; NaN where it had none."""
         return [record.reward for record in self.done.values()]
+
+    @property
+    def live(self) -> bool:
+        """Whether more is to come of it."""
+        return self.status in ("waiting", "running")
 
     @property
     def checkpoint(self) -> str | None:
@@ -108,13 +122,16 @@ class PipelineView:
         if self._decoded:
             until = self._decoded_until
             since = max(until - WINDOW_S, self._decoded_since)
-            tokens = sum(n * _overlap(a, b, since, until) for a, b, n in self._decoded)
+            tokens = sum(n * overlap(a, b, since, until) for a, b, n in self._decoded)
             return tokens / (until - since) if until > since else None
         return self.metrics.get("tokens_per_s")
 
     def start(self, event: PipelineStarted) -> None:
         """It begins, or begins again."""
+        self.halt(event.t)
         self.continue_after(event.step)
+        if event.step == 0:  # it may be another pipeline than the one that had this name before
+            self.metrics, self._per_step = {}, None
         self.status, self.error = "running", None
         self.steps, self.model, self.task, self.parameters = event.steps, event.model, event.task, event.parameters
 
@@ -124,6 +141,11 @@ class PipelineView:
         self._decoded_since, self._decoded_until = math.inf, 0.0
         if self.status != "finished":
             self.status, self.error, self.stage = "waiting", None, None
+
+    def halt(self, t: float) -> None:
+        """Nothing is under way any more."""
+        self.under_way.clear()
+        self.time.end(t)
 
     def continue_after(self, step: int) -> None:
         """Forget what later steps left, and the half-done current one."""
@@ -139,12 +161,22 @@ class PipelineView:
         for spell in self.spells:
             spell.last = min(spell.last, step)
 
-    def enter(self, event: StageEntered) -> None:
-        self.stage = event.stage
-        self.current = event.step + (event.stage in STEP_STAGES)
+    def enter(self, event: StageEntered, workers: int) -> None:
+        """``workers``: how many the run has."""
+        if event.stage in OUTSIDE_STEPS:
+            self.halt(event.t)
+            self.current, self.stage = event.step, event.stage
+            return
+        self.under_way[event.step + 1] = event.stage
+        self.time.begin(event.t, workers)
+        self._show_newest()
         if event.stage == "rollout":
             self.samples_done = 0
             self._live.clear()
+
+    def _show_newest(self) -> None:
+        self.current = max(self.under_way, default=self.step)
+        self.stage = self.under_way.get(self.current)
 
     def decoded(self, event: Span) -> None:
         """Each member of a tensor-parallel group tells of all the tokens that they drew together."""
@@ -157,6 +189,10 @@ class PipelineView:
         """So many sequences wait or run there; those of a group of tp workers count 1 / tp on each."""
         self._live[worker] = sequences
 
+    def relocated(self) -> None:
+        """Its sequences change workers: where they are will be told."""
+        self._live.clear()
+
     def moved(self, move: Move) -> None:
         """Count a move that was carried out or refused."""
         add(self._moves.setdefault(move.told.step + 1, {}), move.told.move, MoveTotals.of(move))
@@ -164,10 +200,15 @@ class PipelineView:
     def finish_step(self, event: StepEnded) -> list[Spell]:
         """Returns the spells of non-finite metrics that begin."""
         metrics, number = event.metrics, event.step + 1
-        self.metrics, self.stage = metrics, None
-        self.step = self.current = number
-        reward, time_s, tokens = (metrics.get(k, math.nan) for k in ("reward_mean", "time_s", "tokens"))
-        self.done[number] = StepRecord(reward, time_s, tokens)
+        self.metrics, self.step = metrics, number
+        for done in [n for n in self.under_way if n <= number]:
+            del self.under_way[done]
+        if not self.under_way:
+            self.time.end(event.t)
+        self._show_newest()
+        kept = ("reward_mean", "time_s", "tokens", "alone_s")
+        reward, time_s, tokens, alone_s = (metrics.get(name, math.nan) for name in kept)
+        self.done[number] = StepRecord(reward, time_s, tokens, alone_s, ended=event.t)
         sequences = metrics.get("sequences")
         if sequences is not None and math.isfinite(sequences):
             self._per_step = round(sequences)
@@ -199,7 +240,7 @@ class WorkerView:
         begin = max(until - WINDOW_S, since)
         if until <= begin:
             return None
-        return min(1.0, sum(s * _overlap(a, b, begin, until) for a, b, s in self._spans) / (until - begin))
+        return min(1.0, sum(s * overlap(a, b, begin, until) for a, b, s in self._spans) / (until - begin))
 
     def restart(self) -> None:
         """The run was started anew."""
@@ -254,13 +295,6 @@ def _new_spells(spells: list[Spell], step: int, metrics: dict[str, float]) -> li
             fresh.append(Spell(metric, word, step, step))
     spells.extend(fresh)
     return fresh
-
-
-def _overlap(start: float, end: float, since: float, until: float) -> float:
-    """The fraction of [start, end] that lies in [since, until]; a point counts fully when it lies inside."""
-    if end <= start:
-        return 1.0 if since <= start <= until else 0.0
-    return max(0.0, min(end, until) - max(start, since)) / (end - start)
 
 
 def _prune(spans: deque, until: float) -> None:

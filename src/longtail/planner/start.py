@@ -21,7 +21,6 @@ from longtail.planner.rollout import Block, Costs, Rollout
 from longtail.planner.tree import Group, Tree
 from longtail.planner.widen import Auto, Policy, Static, outcomes
 
-
 EQUAL = 0.03
 """Layouts whose predicted times differ by less are equally good."""
 
@@ -94,7 +93,7 @@ def _rollout(
 def _tokens_per_s(group: Group, slots: Mapping[int, int], costs: Costs) -> float:
     degree = len(group)
     batch = min(slots[degree], costs.step_s.shape[1] - 1)
-    return batch / costs.step(degree, batch, 0.0)
+    return batch / max(costs.step(degree, batch, 0.0), 1e-9)  # a noisy measurement may leave nothing without context
 
 
 def _deal(tokens: np.ndarray, speeds: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which worker trains on what: groups split, balanced over workers and packed into micro-batches.
+"""Groups packed into the micro-batches of a step, which are then handed out to whichever worker is free.
 
 Invariants: every sample with at least one token is in exactly one micro-batch; no micro-batch is empty; none has
 more than ``micro_tokens`` tokens unless it holds a single sample; the plan is a pure function of the arguments.
@@ -14,6 +14,12 @@ from longtail.core.types import TrainGroup
 
 ATTENTION_SCALE = 4096
 """Context at which attention costs about as much as the linear layers (6 x hidden size, for a hidden size near 700)."""
+PIECES = 4
+"""Micro-batches per worker beyond which a step is not cut finer for the sake of handing them out evenly."""
+LEAST_TOKENS = 256
+"""Tokens of a micro-batch below which a step is not cut finer than one per worker: small matrix products are slow."""
+OVERHEAD = 32
+"""What a micro-batch costs beside its tokens, in tokens' worth of compute: one pass over the sum of all gradients."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +41,31 @@ class MicroBatch:
     def samples(self) -> int:
         return sum(len(g.samples) for g in self.groups)
 
+    @property
+    def cost(self) -> float:
+        """Compute of the pass, in tokens' worth of linear layers."""
+        return OVERHEAD + sum(estimated_cost(g) for g in self.groups)
 
-def plan_micro_batches(groups: Sequence[TrainGroup], *, workers: int, micro_tokens: int) -> list[list[MicroBatch]]:
-    """The micro-batches of each worker, in the order in which it should run them.
 
-    Groups larger than ``micro_tokens`` are split, and those larger than a worker's even share too if that ends the
-    step earlier (each part computes the prompt again). Parts go to workers by longest processing time first, then
-    into as few micro-batches as first-fit decreasing finds. With fewer samples than workers, some workers get none.
+def plan_micro_batches(groups: Sequence[TrainGroup], *, workers: int, micro_tokens: int) -> list[MicroBatch]:
+    """The micro-batches of a step, costliest first: to be handed out in this order, to whichever worker is free.
+
+    Finer ones even out workers of different speeds, but each costs something of its own, and each part of a group that
+    is split computes the prompt again. Of plans of up to about ``PIECES`` micro-batches for each worker it is the one
+    whose latest possible end, in whatever order it is dealt, comes first (the bound of list scheduling; Graham, 1966).
     """
     if workers < 1 or micro_tokens < 1:
         raise ValueError(f"workers and micro_tokens must be positive, got {workers} and {micro_tokens}")
-    share = -(-sum(g.tokens for g in groups) // workers)
     whole = [part for g in groups for part in _split(g, micro_tokens)]
-    finer = [part for g in groups for part in _split(g, min(micro_tokens, len(g.prompt) + share))]
-    balanced = min((_balance(parts, workers) for parts in (whole, finer)), key=_makespan)
-    return [_pack(parts, micro_tokens) for parts in balanced]
+    total = sum(part.tokens for part in whole)
+    plans = []
+    for pieces in range(1, PIECES + 1):
+        least = min(LEAST_TOKENS if pieces > 1 else 1, micro_tokens)
+        room = min(micro_tokens, max(least, -(-total // (workers * pieces))))
+        finer = [part for g in groups for part in _split(g, min(micro_tokens, len(g.prompt) + room))]
+        plans += [_join_small(_pack(parts, room), least, micro_tokens) for parts in (whole, finer)]
+    best = min(plans, key=lambda plan: _latest_end([batch.cost for batch in plan], workers))
+    return sorted(best, key=lambda batch: -batch.cost)
 
 
 def with_signal(groups: Iterable[TrainGroup]) -> list[TrainGroup]:
@@ -65,6 +81,11 @@ def estimated_cost(group: TrainGroup) -> float:
     return group.tokens + area / ATTENTION_SCALE
 
 
+def _latest_end(costs: Sequence[float], workers: int) -> float:
+    """When workers of the same speed have done all at the latest, if none of them waits while there is work."""
+    return sum(costs) / workers + max(costs, default=0.0) * (1 - 1 / workers)
+
+
 def _split(group: TrainGroup, budget: int) -> list[TrainGroup]:
     """Parts of at most ``budget`` tokens with the prompt, or of a single sample; samples without tokens are dropped."""
     longest_first = sorted((s for s in group.samples if len(s.tokens)), key=lambda s: -len(s.tokens))
@@ -72,25 +93,25 @@ def _split(group: TrainGroup, budget: int) -> list[TrainGroup]:
     return [TrainGroup(prompt=group.prompt, samples=tuple(longest_first[i] for i in b)) for b in bins]
 
 
-def _balance(parts: list[TrainGroup], workers: int) -> list[list[TrainGroup]]:
-    """Longest processing time first: each part to the worker that has the least so far."""
-    loads = [(0.0, worker) for worker in range(workers)]
-    assigned: list[list[TrainGroup]] = [[] for _ in range(workers)]
-    for part in sorted(parts, key=lambda p: -estimated_cost(p)):
-        load, worker = heapq.heappop(loads)
-        assigned[worker].append(part)
-        heapq.heappush(loads, (load + estimated_cost(part), worker))
-    return assigned
-
-
-def _makespan(assigned: list[list[TrainGroup]]) -> float:
-    return max(sum(estimated_cost(p) for p in parts) for parts in assigned)
-
-
 def _pack(parts: list[TrainGroup], budget: int) -> list[MicroBatch]:
+    """First-fit decreasing; parts of more than ``budget`` tokens stand alone."""
     largest_first = sorted(parts, key=lambda p: -p.tokens)
     bins = _first_fit([p.tokens for p in largest_first], budget)
     return [MicroBatch(tuple(largest_first[i] for i in b)) for b in bins]
+
+
+def _join_small(batches: list[MicroBatch], least: int, most: int) -> list[MicroBatch]:
+    """Join the two smallest while one has fewer than ``least`` tokens and both together no more than ``most``."""
+    heap = [(batch.tokens, number, batch) for number, batch in enumerate(batches)]
+    heapq.heapify(heap)
+    while len(heap) > 1 and heap[0][0] < least:
+        smallest = tokens, _, small = heapq.heappop(heap)
+        more, number, other = heap[0]
+        if tokens + more > most:
+            heapq.heappush(heap, smallest)
+            break
+        heapq.heapreplace(heap, (tokens + more, number, MicroBatch(other.groups + small.groups)))
+    return [batch for _, _, batch in sorted(heap, key=lambda entry: entry[1])]
 
 
 def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:

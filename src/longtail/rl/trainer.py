@@ -1,8 +1,9 @@
 """One worker's part of a pipeline's training: micro-batches accumulate gradients, an update applies their sum.
 
-Invariants: the weights change only in :meth:`Trainer.update`, on every rank by the same bits; the accumulated
-gradient is the exact gradient of the step's loss whatever the packing and the number of workers; the model's modules
-and parameters keep their identity, so a sampler that holds the same :class:`Decoder` sees each update at once.
+Invariants: the weights change only in :meth:`Trainer.update`, on every rank by the same bits; which rank computes which
+micro-batch, in which order and beside how many others, changes no bit of them (``exact.py``); another packing changes
+them by rounding only, since the sum is the gradient of the step's loss whatever the packing; the model's modules and
+parameters keep their identity, so a sampler that holds the same :class:`Decoder` sees each update at once.
 
 Shape suffixes: T tokens of the flat batch, N predicted (completion) tokens, D hidden size.
 """
@@ -10,7 +11,7 @@ Shape suffixes: T tokens of the flat batch, N predicted (completion) tokens, D h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,7 @@ from longtail.core.config import Algorithm, Train
 from longtail.core.errors import TrainingError
 from longtail.core.types import StepTotals
 from longtail.engine.model import Attend, Decoder
+from longtail.rl import exact
 from longtail.rl.attention import GroupAttend, Layout, lay_out
 from longtail.rl.attention_padded import PaddedAttend
 from longtail.rl.logprobs import TokenLogprobs, token_logprobs, token_logprobs_backward
@@ -34,7 +36,7 @@ from longtail.rl.packing import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class MicroStats:
-    """Sums over the completion tokens of micro-batches (``gap_max`` is a maximum); add them up with ``+``.
+    """Sums over the completion tokens of micro-batches (``gap_max`` is a maximum); add them up with :meth:`total`.
 
     ``loss`` is already normalised by the step's totals: its sum over all micro-batches of all workers is the step's
     loss. ``kl`` is against the reference model, in nats. ``clipped_low`` and ``clipped_high`` count tokens whose
@@ -55,6 +57,11 @@ class MicroStats:
     def __add__(self, other: MicroStats) -> MicroStats:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
         return MicroStats(**{**sums, "gap_max": max(self.gap_max, other.gap_max)})
+
+    @classmethod
+    def total(cls, by_number: Mapping[int, MicroStats]) -> MicroStats:
+        """The sum over micro-batches, in the order of their numbers: the same bits whoever computed which, and when."""
+        return sum((by_number[number] for number in sorted(by_number)), start=cls())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +102,10 @@ class Trainer:
         self.optimizer = ShardedAdamW(self.flat, train, start=start, end=end)
 
     def micro_batch(self, batch: MicroBatch, totals: StepTotals) -> MicroStats:
-        """Forward and backward of one micro-batch; adds its part of the step's gradient to ``flat.grads``."""
+        """Forward and backward of one micro-batch; adds its part of the step's gradient to ``flat.grads``, exactly."""
         if batch.completion_tokens == 0:
             return MicroStats()
-        packed = pack(batch, totals, self.algorithm.loss, dtype=self.flat.accumulate_dtype, device=self.model.device)
+        packed = pack(batch, totals, self.algorithm.loss, dtype=self.flat.wide_dtype, device=self.model.device)
         reference_N = self._reference_logprobs(packed)
         attend = group_attend(self.model, packed.layout)
         with torch.enable_grad():
@@ -121,19 +128,23 @@ class Trainer:
             terms.append(t)
             return grad_C
 
+        head = self.model.head
+        head_grad_VD = torch.zeros_like(head, dtype=self.flat.wide_dtype)
         policy, hidden_grad_ND = token_logprobs_backward(
             hidden_ND.detach(),
-            self.model.head.detach(),
+            head.detach(),
             packed.targets_N,
             self.temperature,
             grad_of=grad_of,
-            head_grad_VD=self.flat.grad(self.model.head),
+            head_grad_VD=head_grad_VD,
         )
+        self.flat.add_grad(head, head_grad_VD)
+        del head_grad_VD
         hidden_ND.backward(hidden_grad_ND)
         return self._stats(packed, terms, policy)
 
     def update(self, comm: Communicator, *, step: int) -> UpdateStats:
-        """Sum the gradients of all ranks, clip, step AdamW on this rank's shard, gather the weights, zero gradients.
+        """Add up the gradients of all ranks, clip, step AdamW on this rank's shard, gather the weights, zero gradients.
 
         ``step`` is the 0-based training step. Raises :class:`TrainingError` on every rank alike, before any weight is
         touched, if the gradient is not finite; gradients are zeroed then too. After :class:`PeerLost` the weights
@@ -143,8 +154,8 @@ class Trainer:
             raise ValueError(
                 f"the trainer is rank {self.rank} of {self.world}, but the communicator {comm.rank} of {comm.size}"
             )
-        comm.all_reduce_sum(self.flat.grads)
-        norm = float(torch.linalg.vector_norm(self.flat.grads))
+        exact.reduce_shards(comm, self.flat.grads, self.bounds)
+        norm = exact.global_norm(comm, self.flat.grads[self.optimizer.start : self.optimizer.end])
         if not math.isfinite(norm):
             self.zero_gradients()
             raise TrainingError(
@@ -152,10 +163,9 @@ class Trainer:
                 "lower train.lr or look for broken rewards"
             )
         limit = self.train.max_grad_norm
-        if limit is not None and norm > limit:
-            self.flat.grads[self.optimizer.start : self.optimizer.end].mul_(limit / (norm + 1e-6))
+        scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
         lr = learning_rate(self.train, step=step, steps=self.steps)
-        self.optimizer.step(lr)
+        self.optimizer.step(lr, scale=scale)
         comm.all_gather_shards(self.flat.weights, self.bounds)
         self.zero_gradients()
         return UpdateStats(grad_norm=norm, lr=lr)

@@ -41,15 +41,17 @@ class CheckedJobs:
             )
 
 
-def check_jobs(job_file: JobFile, *, machine: Machine | None = None) -> CheckedJobs:
+def check_jobs(job_file: JobFile, *, machine: Machine | None = None, submitted: bool = False) -> CheckedJobs:
     """Check everything that can be known before a run starts; may download or convert models, starts no process.
 
+    With ``submitted`` other jobs may come to the same workers, and no code of the user's runs in this process:
+    :meth:`RewardPool.open` finds the faults of rewards.
     Raises :class:`ConfigError` with all problems, one per line in the order of the file.
     """
     machine = machine or inspect_machine()
     findings = Findings(job_file)
     workers = _check_workers(findings, machine)
-    checked = {name: check_pipeline(findings, name, workers) for name in job_file.jobs.pipelines}
+    checked = {name: check_pipeline(findings, name, workers, submitted=submitted) for name in job_file.jobs.pipelines}
     pipelines = {name: p for name, p in checked.items() if p is not None}
     if len(pipelines) == len(checked):
         pipelines = _admit(findings, pipelines, workers, machine)

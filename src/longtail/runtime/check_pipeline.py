@@ -71,9 +71,9 @@ class Room:
     key: str
 
 
-def check_pipeline(findings: Findings, name: str, workers: int) -> CheckedPipeline | None:
+def check_pipeline(findings: Findings, name: str, workers: int, *, submitted: bool = False) -> CheckedPipeline | None:
     """All checks of one pipeline but memory; None if it has problems. May download or convert the model."""
-    return _PipelineCheck(findings, name).run(workers)
+    return _PipelineCheck(findings, name).run(workers, submitted=submitted)
 
 
 def check_prompts(findings: Findings, name: str) -> tuple[Task, Tokenizer] | None:
@@ -94,13 +94,13 @@ class _PipelineCheck:
         self.pipeline: Pipeline = findings.job_file.jobs.pipelines[name]
         self.base = findings.job_file.base
 
-    def run(self, workers: int) -> CheckedPipeline | None:
+    def run(self, workers: int, *, submitted: bool = False) -> CheckedPipeline | None:
         before = len(self.findings.problems)
         if self.name in RUN_FILES:
             self._problem("this name is taken by a file of the run folder; choose another one")
         self._warn_of_sampling()
         model, task = self._model(), self._task()
-        self._rewards(task)
+        self._rewards(task, load=not submitted)
         ranker = self._order(task)
         if model is None or task is None or len(self.findings.problems) > before:
             return None
@@ -114,7 +114,9 @@ class _PipelineCheck:
             return None
         task, longest = fitting
         parameters = count_parameters(config)
-        memory = footprint(config, parameters, self.pipeline, Shape(longest, workers))
+        jobs = self.findings.job_file.jobs
+        company = (submitted or len(jobs.pipelines) > 1) and "auto" in (jobs.policy.corun, jobs.policy.merge)
+        memory = footprint(config, parameters, self.pipeline, Shape(longest, workers, company))
         return CheckedPipeline(folder, config, parameters, tokenizer, task, longest, memory, ranker=ranker)
 
     def _warn_of_sampling(self) -> None:
@@ -154,10 +156,10 @@ class _PipelineCheck:
             self._problem(error, "task")
             return None
 
-    def _rewards(self, task: Task | None) -> None:
+    def _rewards(self, task: Task | None, *, load: bool) -> None:
         """Every reward function imports, and gets the columns that it needs."""
         columns = list(task.example(0).columns) if task is not None else None
-        for i, spec in enumerate(self.pipeline.rewards):
+        for i, spec in enumerate(self.pipeline.rewards if load else ()):
             try:
                 reward = load_reward(spec, base=self.base)
                 if columns is not None:

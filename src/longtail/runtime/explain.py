@@ -163,11 +163,14 @@ def _unknown(path: Path_) -> str:
 
 
 def _nearest(path: Path_) -> str | None:
-    """The key that was probably meant: that name in another section, or a similar one here, or a similar one there."""
+    """The key that was probably meant: that name in another section, or but for a letter, or a similar one here, or
+    there."""
     section, name = path[:-1], str(path[-1])
     here, elsewhere = schema.children(section), _elsewhere(section)
     if name in elsewhere:
         return elsewhere[name]
+    if (slip := difflib.get_close_matches(name, [*here, *elsewhere], n=1, cutoff=0.9)) and slip[0] not in here:
+        return elsewhere[slip[0]]
     close = difflib.get_close_matches(name, here, n=1)
     close += [k for k in here if name.startswith(f"{k}_") or k.startswith(f"{name}_")]
     if close:

@@ -43,11 +43,12 @@ class JobFile:
     path: Path
     run_name: str
     lines: dict[Path_, int] = field(default_factory=dict, repr=False)
+    folder: Path | None = None
 
     @property
     def base(self) -> Path:
-        """The folder of the job file."""
-        return self.path.absolute().parent
+        """The folder of the job file, or the one that stands in for it where the file is another machine's."""
+        return self.folder or self.path.absolute().parent
 
     def line(self, *keys: str | int) -> int:
         """The line of a key, or of the nearest section around it; 0 if the file has neither."""
@@ -68,7 +69,16 @@ def load_jobs(path: Path | str, *, name: str | None = None, workers: int | None 
     Raises :class:`ConfigError` with all problems of the file, one per line.
     """
     path = Path(path)
-    document = yamlfile.read(_text(path))
+    document = yamlfile.read(read_text(path))
+    jobs = validated(document, path)
+    lines = {p: n for p, n in document.lines.items() if p != ("workers",) or workers is None}
+    jobs = jobs.model_copy(update={k: v for k, v in (("name", name), ("workers", workers)) if v is not None})
+    return JobFile(jobs, path, run_name(jobs, path), lines)
+
+
+def validated(document: Document, path: Path) -> Jobs:
+    """The jobs that a document holds. Raises :class:`ConfigError` with all its problems, one per line; they begin with
+    ``path``."""
     if not document.problems and not isinstance(document.data, dict):
         what = "is empty" if document.data is None else "is not a mapping of keys"
         document.problems.append(Problem(0, f"the file {what}; a job file begins with keys such as 'pipelines:'."))
@@ -76,9 +86,7 @@ def load_jobs(path: Path | str, *, name: str | None = None, workers: int | None 
     if document.problems or jobs is None:
         ordered = sorted(dict.fromkeys(document.problems), key=lambda problem: problem.line)
         raise ConfigError("\n".join(f"{path}:{line}: {text}" if line else f"{path}: {text}" for line, text in ordered))
-    lines = {p: n for p, n in document.lines.items() if p != ("workers",) or workers is None}
-    jobs = jobs.model_copy(update={k: v for k, v in (("name", name), ("workers", workers)) if v is not None})
-    return JobFile(jobs, path, _run_name(jobs, path), lines)
+    return jobs
 
 
 def jobs_from_python(jobs: Jobs, run_name: str) -> JobFile:
@@ -115,7 +123,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The file as text. Raises :class:`ConfigError`."""
     try:
         if path.is_dir():
@@ -137,7 +145,8 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}:{line}: the file is not UTF-8 text; save it as UTF-8.") from None
 
 
-def _run_name(jobs: Jobs, path: Path) -> str:
+def run_name(jobs: Jobs, path: Path) -> str:
+    """The name that jobs give their run, else that of their file. Raises :class:`ConfigError` if it cannot be one."""
     try:
         return check_name(jobs.name if jobs.name is not None else path.stem)
     except ValueError as error:

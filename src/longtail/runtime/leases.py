@@ -58,6 +58,15 @@ class LeaseBook:
         self._asked = waiting
         return granted
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody holds a lease."""
+        return not self._held
+
+    def holds(self, pipeline: str) -> bool:
+        """Whether ``pipeline`` has a lease."""
+        return any(lease.pipeline == pipeline for lease in self._held.values())
+
     def member_done(self, pipeline: str, worker: int, lease_id: int | None = None) -> None:
         """``worker`` has done (or given up) its part of a lease of ``pipeline`` (None: of all); the lease ends with its
         last member."""
@@ -72,9 +81,11 @@ class LeaseBook:
         """End a lease at once, e.g. because nobody was told of it."""
         del self._held[lease_id], self._working[lease_id]
 
-    def withdraw(self, pipeline: str) -> None:
-        """Drop what ``pipeline`` has asked for."""
-        self._asked = [asked for asked in self._asked if asked.pipeline != pipeline]
+    def withdraw(self, pipeline: str, purpose: Purpose | None = None) -> None:
+        """Drop what ``pipeline`` has asked for, for ``purpose`` or (None) for anything."""
+        self._asked = [
+            asked for asked in self._asked if asked.pipeline != pipeline or purpose not in (None, asked.purpose)
+        ]
 
     def forget(self, pipeline: str) -> None:
         """Drop what ``pipeline`` has asked for, and what it holds for switches: its groups are being dissolved."""
@@ -107,6 +118,10 @@ class Leases:
     def __init__(self, book: LeaseBook, name: str, *, contended: Callable[[], bool]) -> None:
         self._book, self._name, self.contended = book, name, contended
 
+    def beside(self, busy: Callable[[], bool]) -> Leases:
+        """The same for one of two things that the pipeline does at once: contended also while the other is ``busy``."""
+        return Leases(self._book, self._name, contended=lambda: busy() or self.contended())
+
     def ask(self, workers: tuple[int, ...], purpose: Purpose) -> None:
         self._book.ask(self._name, workers, purpose)
 
@@ -115,9 +130,9 @@ class Leases:
         self._book.release(lease.lease_id)
 
     def withdraw(self) -> None:
-        """Nothing that was asked for is wanted any more."""
-        self._book.withdraw(self._name)
+        """No switch that was asked for is wanted any more."""
+        self._book.withdraw(self._name, "switch")
 
     def forget(self) -> None:
-        """As :meth:`withdraw`; and groups that exist are being dissolved by other means."""
+        """Nothing that was asked for is wanted any more, and groups that exist are being dissolved by other means."""
         self._book.forget(self._name)

@@ -1,8 +1,9 @@
 """Does it fit? A ledger of what each pipeline takes on each worker, granted one after another before anything starts.
 
-Every worker keeps a pipeline's whole weights and gradients, its share of the optimizer state, and its KV blocks, for as
-long as the run lasts. Activations and logits live within one quantum, and quanta of different pipelines never overlap
-on a worker, so only the largest of them counts. All figures are bytes on one worker.
+Every worker keeps a pipeline's whole weights and the sum of its gradients, its share of the optimizer state, and its KV
+blocks, for as long as the run lasts. Activations, logits and the gradients of one micro-batch live within one quantum,
+and quanta of different pipelines never overlap on a worker, so only the largest of them counts. All figures are bytes
+on one worker.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from longtail.core.errors import CapacityError
 from longtail.engine.config import ModelConfig
 from longtail.engine.shard import head_bounds
 from longtail.planner.tree import possible_degrees
+from longtail.rl.exact import PIECE
+from longtail.rl.packing import LEAST_TOKENS
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -24,6 +27,8 @@ BLOCK_TOKENS = 16
 """Positions of a KV block: the default of :class:`longtail.engine.lanes.LanePool`."""
 LOGITS_CHUNK = 1 << 24
 """Logits that the trainer holds at once (``rl/logprobs.py``)."""
+SUM_BYTES = 8
+"""An element of the sum of gradients (``rl/exact.py``), whatever the dtype of the weights."""
 PROCESS_BYTES = 500 << 20
 """What a worker process takes before it has loaded anything (Python, torch, Ray, transformers; 490 MiB measured)."""
 USABLE = 0.92
@@ -32,8 +37,8 @@ USABLE = 0.92
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one pipeline takes. ``kv_wanted`` is the KV cache of a whole step at once, ``kv_least`` of one sequence,
-    ``kv`` what it was given; ``peak`` is the largest quantum."""
+    """What one pipeline takes. ``kv_wanted`` is the KV cache of all of a step that may come to a worker, ``kv_least``
+    of one sequence, ``kv`` what it was given; ``peak`` is the largest quantum."""
 
     weights: int
     gradients: int
@@ -51,24 +56,30 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a pipeline's work: the longest prompt in tokens, and on how many workers."""
+    """The sizes of a pipeline's work: the longest prompt in tokens, on how many workers, and whether they are
+    shared in such a way that a whole rollout may come to one of them."""
 
     prompt_tokens: int
     workers: int
+    company: bool = False
 
 
 def footprint(config: ModelConfig, parameters: int, pipeline: Pipeline, shape: Shape) -> Footprint:
     """What ``pipeline`` takes of each worker; ``kv`` is set only where the job file sets it (``kv_gib``)."""
     item = ITEM_BYTES[pipeline.dtype]
     wide = max(item, 4)
-    copies = 2 if pipeline.algorithm.beta > 0 else 1
+    copies = 1 + (pipeline.algorithm.beta > 0) + (pipeline.max_staleness > 0)
     states = 2 + (item < wide)
     kv_gib = pipeline.rollout.kv_gib
     return Footprint(
         weights=copies * parameters * item,
-        gradients=parameters * wide,
+        gradients=parameters * SUM_BYTES,
         optimizer=-(-states * parameters * wide // shape.workers),
-        peak=max(_training_peak(config, pipeline, shape, item), _decoding_peak(config, pipeline, shape)),
+        peak=max(
+            _training_peak(config, pipeline, shape, item),
+            _decoding_peak(config, pipeline, shape),
+            SUM_BYTES * min(PIECE, parameters) if shape.workers > 1 else 0,  # sums that come in from others
+        ),
         kv_wanted=blocks_wanted(config, pipeline, shape) * block_bytes(config, pipeline),
         kv_least=blocks_least(config, pipeline, shape) * block_bytes(config, pipeline),
         kv=int(kv_gib * GIB) if kv_gib is not None else 0,
@@ -88,13 +99,17 @@ def blocks_least(config: ModelConfig, pipeline: Pipeline, shape: Shape) -> int:
 def blocks_wanted(config: ModelConfig, pipeline: Pipeline, shape: Shape) -> int:
     """Blocks with which no sequence of a step is ever preempted: all prompts longest, all samples full.
 
-    In a tensor-parallel group of t workers, the one with the most KV heads holds those of t workers' sequences.
+    In a tensor-parallel group of t workers, the one with the most KV heads holds those of t workers' sequences. In
+    company, a whole rollout may be placed on one worker, or its tail be moved there.
     """
     share = max(
         Fraction(degree * max(last - first for first, last in head_bounds(config.kv_heads, degree)), config.kv_heads)
         for degree in sampling_degrees(config, pipeline, shape.workers)
     )
-    return max(ceil(share * _narrow_blocks_wanted(config, pipeline, shape)), blocks_least(config, pipeline, shape))
+    wanted = ceil(share * _narrow_blocks_wanted(config, pipeline, shape))
+    if shape.company:
+        wanted = max(wanted, _narrow_blocks_wanted(config, pipeline, replace(shape, workers=1)))
+    return max(wanted, blocks_least(config, pipeline, shape))
 
 
 def sampling_degrees(config: ModelConfig, pipeline: Pipeline, workers: int) -> tuple[int, ...]:
@@ -164,25 +179,33 @@ def _requests(pipeline: Pipeline, workers: int) -> tuple[int, int]:
 
 
 def _training_peak(c: ModelConfig, pipeline: Pipeline, shape: Shape, item: int) -> int:
-    """What autograd keeps of one micro-batch, and a chunk of logits with its gradient.
+    """What autograd keeps of one micro-batch, a chunk of logits with its gradient, and the gradients of the vocabulary:
+    of the head, in float32 at least, and of the embeddings. Those of layers come one by one and are small beside these.
 
     A token keeps, per layer, about 4 hidden vectors, 3 QKV rows (projection, rotated, padded), 2 attention outputs and
     5 MLP rows; the sum is 4 to 20 % above what was measured for SmolLM2-135M with 1,024 to 4,096 tokens.
     """
-    longest = shape.prompt_tokens + pipeline.rollout.max_tokens
-    step = pipeline.rollout.prompts * (
-        shape.prompt_tokens + pipeline.algorithm.group_size * pipeline.rollout.max_tokens
-    )
-    tokens = max(longest, min(pipeline.train.micro_tokens, -(-step // shape.workers)))
+    tokens = largest_micro_batch(pipeline, shape)
     per_layer = 4 * c.hidden_size + 3 * c.kv_heads * c.qkv_rows_per_kv + 2 * c.heads * c.head_dim
     per_layer += 5 * c.intermediate_size
     activations = tokens * (c.layers * per_layer + 4 * c.hidden_size) * item
-    logits = min(LOGITS_CHUNK, tokens * c.vocab_size) * max(item, 4)
-    return activations + 2 * logits
+    wide = max(item, 4)
+    logits = min(LOGITS_CHUNK, tokens * c.vocab_size) * wide
+    return activations + 2 * logits + c.vocab_size * c.hidden_size * (wide + item)
+
+
+def largest_micro_batch(pipeline: Pipeline, shape: Shape) -> int:
+    """Tokens of the largest in any plan (``rl/packing.py``): an even share of the step or a group that is not split,
+    and another one with it if that is small; or a single sample."""
+    group = shape.prompt_tokens + pipeline.algorithm.group_size * pipeline.rollout.max_tokens
+    step = pipeline.rollout.prompts * group
+    most = max(-(-step // shape.workers), group, LEAST_TOKENS) + LEAST_TOKENS
+    longest = shape.prompt_tokens + pipeline.rollout.max_tokens
+    return max(longest, min(pipeline.train.micro_tokens, step, most))
 
 
 def _decoding_peak(c: ModelConfig, pipeline: Pipeline, shape: Shape) -> int:
     """Logits of one decode step, twice: as they come and as the sampler works on them."""
-    requests, samples = _requests(pipeline, shape.workers)
+    requests, samples = _requests(pipeline, 1 if shape.company else shape.workers)
     running = min(requests * samples, pipeline.rollout.max_running)
     return 2 * running * c.vocab_size * 4

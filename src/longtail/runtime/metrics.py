@@ -8,14 +8,18 @@ from itertools import pairwise
 from longtail.core.clock import Clock
 from longtail.rl.trainer import MicroStats, UpdateStats
 
+TIMES = {"ready": "wait_s", "queued": "wait_s", "rollout": "rollout_s", "score": "score_s", "train": "train_s"}
+TIMES |= {"update": "update_s"}
+"""What the time of each stage counts as."""
 
-def learning_metrics(by_worker: Mapping[int, MicroStats], update: UpdateStats | None) -> dict[str, float]:
-    """Means over trained tokens from the sums that workers reported, and what the update reported, if there was one."""
-    if not by_worker:
+
+def learning_metrics(by_number: Mapping[int, MicroStats], update: UpdateStats | None) -> dict[str, float]:
+    """Means over trained tokens from the sums of each micro-batch, and what the update reported, if there was one."""
+    if not by_number:
         return {}
     sums = MicroStats()
-    for worker in sorted(by_worker):  # in the same order every time: sums of floats depend on it
-        sums += by_worker[worker]
+    for number in sorted(by_number):  # in the same order every time: sums of floats depend on it
+        sums += by_number[number]
     tokens = max(sums.tokens, 1)
     metrics = {
         "loss": sums.loss,
@@ -31,7 +35,7 @@ def learning_metrics(by_worker: Mapping[int, MicroStats], update: UpdateStats | 
 
 
 class StepClock:
-    """When each stage of the current step was entered first."""
+    """When each stage of one step was entered first. ``ready``: its rollout could begin, ``queued``: its training."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -40,13 +44,16 @@ class StepClock:
     def enter(self, stage: str) -> None:
         self._entered.setdefault(stage, self._clock.time())
 
-    def restart(self) -> None:
-        self._entered = {}
+    @property
+    def start(self) -> float | None:
+        """When the first stage was entered."""
+        return next(iter(self._entered.values()), None)
 
     def seconds(self) -> dict[str, float]:
-        """``rollout_s``, ``score_s``, ``train_s``, ``update_s`` (0 for a stage that was left out) and ``time_s``."""
+        """``wait_s``, ``rollout_s``, ``score_s``, ``train_s``, ``update_s`` (0 for a stage that was left out) and
+        ``time_s``, their sum."""
         now = self._clock.time()
-        times = dict.fromkeys(("rollout_s", "score_s", "train_s", "update_s"), 0.0)
+        times = dict.fromkeys(TIMES.values(), 0.0)
         for (stage, start), (_, end) in pairwise([*self._entered.items(), ("end", now)]):
-            times[f"{stage}_s"] = end - start
-        return times | {"time_s": now - self._entered["rollout"]}
+            times[TIMES[stage]] += end - start
+        return times | {"time_s": sum(times.values())}

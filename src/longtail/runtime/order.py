@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,14 @@ MOST_TRACKED = 4096
 
 @dataclass
 class _Step:
-    """One step under way: what is expected of it, how it was placed over the groups led by ``leaders``, and when the
-    last sample that each worker had a part in ended so far."""
+    """One step under way: what is expected of it, how it was placed over the groups led by ``leaders``, which have the
+    ``workers``, and when the last sample that each worker had a part in ended so far."""
 
     start: float
     work: Work | None
     forecast: Forecast | None
     leaders: list[int] = field(default_factory=list)
+    workers: tuple[int, ...] = ()
     placement: Placement | None = None
     dispatch: Dispatch | None = None
     predicted_s: float | None = None
@@ -54,7 +56,8 @@ class StepOrder:
         self._costs = DecodeFit()
         self._mode = plan.config.rollout.order
         self._forecaster: Forecaster | None = None
-        if self._mode == "ranked" or (workers > 1 and plan.config.rollout.tp == "auto"):
+        weighed = plan.config.rollout.tp == "auto" or plan.company
+        if self._mode == "ranked" or (workers > 1 and weighed):
             self._forecaster = Forecaster(
                 max_tokens=plan.config.rollout.max_tokens,
                 seed=plan.config.seed,
@@ -105,9 +108,9 @@ class StepOrder:
         """
         step = self._step
         assert step is not None
-        step.leaders = [group[0] for group in layout.groups]
+        step.leaders, step.workers = [group[0] for group in layout.groups], layout.workers
         count = len(step.leaders)
-        measured = costs or (self._costs.costs(count) if layout.degree == 1 else None)
+        measured = costs or (self._learnt(step.leaders) if layout.degree == 1 else None)
         samples = np.array([r.samples for r in self._requests])
         slots = self._config.rollout.max_running
         if self._mode == "fifo" or step.work is None:
@@ -117,7 +120,7 @@ class StepOrder:
             step.placement = place(step.work, costs=measured or [UNMEASURED] * count, slots=slots)
             step.predicted_s = step.placement.makespan_s if measured else None
             believed = None if self._lengths_known else step.forecast
-            self._tell(batch, step.placement, believed, measured=measured is not None)
+            self._tell(batch, step, believed, measured=measured is not None)
         step.dispatch = Dispatch(step.placement, samples=samples.tolist(), slots=slots)
         return [(w, [self._requests[r] for r in q]) for w, q in zip(step.leaders, step.dispatch.start(), strict=True)]
 
@@ -136,13 +139,17 @@ class StepOrder:
         """Whether every request of the step is with a worker."""
         return self._step is not None and self._step.dispatch is not None and self._step.dispatch.empty
 
-    def finish(self, batch: StepBatch) -> dict[str, float]:
-        """The step is over: learn from it. Returns its metrics (see docs/metrics)."""
+    def rollout_over(self, batch: StepBatch) -> Callable[[], dict[str, float]]:
+        """The last sample has ended: another rollout may begin. Returns what is to be called when the step is over: it
+        learns from the step and gives its metrics (see docs/metrics)."""
         step, self._step, self._requests = self._step, None, []
         assert step is not None
+        return partial(self._finish, step, batch)
+
+    def _finish(self, step: _Step, batch: StepBatch) -> dict[str, float]:
         end = max(step.last.values())
-        waits = [end - step.last.get(worker, step.start) for worker in range(self._workers)]
-        metrics = {"rollout_idle_s": sum(waits) / self._workers}
+        waits = [end - step.last.get(worker, step.start) for worker in {*step.workers, *step.last}]
+        metrics = {"rollout_idle_s": sum(waits) / len(waits)}
         if step.predicted_s is not None:
             metrics["rollout_predicted_s"] = step.predicted_s
         if step.forecast is not None and self._forecaster is not None:
@@ -206,6 +213,10 @@ class StepOrder:
                 self._forecaster.forget()
             self._warn(f"what the checkpoint knows of lengths cannot be used ({error}); they are learnt anew.")
 
+    def _learnt(self, workers: Sequence[int]) -> list[DecodeCosts] | None:
+        costs = self._costs.costs(self._workers)
+        return None if costs is None else [costs[worker] for worker in workers]
+
     def _slots(self, work: Work) -> int:
         """How many sequences a worker decodes at once: what is allowed, or what its KV memory is expected to hold."""
         most = self._config.rollout.max_running
@@ -219,13 +230,15 @@ class StepOrder:
 
     # -- words ------------------------------------------------------------------------------------------------
 
-    def _tell(self, batch: StepBatch, placement: Placement, forecast: Forecast | None, *, measured: bool) -> None:
+    def _tell(self, batch: StepBatch, step: _Step, forecast: Forecast | None, *, measured: bool) -> None:
+        placement = step.placement
+        assert placement is not None
         self._emit(
             MoveMade(
                 pipeline=self._name,
                 step=batch.step,
                 move="order",
-                workers=list(range(self._workers)),
+                workers=list(step.workers),
                 reason=f"{placement.rule}; {_source(len(batch.groups), forecast)}",
                 predicted_gain_s=placement.fifo_s - placement.makespan_s if measured else None,
             )

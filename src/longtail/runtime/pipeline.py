@@ -1,19 +1,15 @@
 """One pipeline as the controller sees it: a state machine that turns reports into commands.
 
-A step is rollout -> score -> train -> update; scoring overlaps the rollout, group by group. In which layout the rollout
-is sampled is seen to by ``runtime/widen.py``. Nothing here blocks: rewards come back through futures, everything else
-through worker reports.
+Here is its life: open, fall back, save, end. Its steps are in ``runtime/steps.py``. Nothing blocks: rewards come back
+through futures, everything else through worker reports.
 
-Invariants: a step's samples are all drawn with the weights of that step (the update is the only thing that
-changes weights, and it is sent only after every sample of the step has ended). Reports of an earlier attempt are
-ignored. A pipeline ends exactly once, as finished, failed or interrupted.
+Invariants: reports of an earlier attempt are ignored. A pipeline ends exactly once, as finished, failed or interrupted.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from longtail.cluster.messages import (
@@ -21,7 +17,6 @@ from longtail.cluster.messages import (
     ClosePipeline,
     Command,
     DropWork,
-    Generate,
     Opened,
     OpenPipeline,
     PipelineFailed,
@@ -33,9 +28,7 @@ from longtail.cluster.messages import (
     Saved,
     SaveFailed,
     Switched,
-    TrainBatches,
     Trained,
-    Update,
     Updated,
 )
 from longtail.core.clock import Clock
@@ -47,27 +40,24 @@ from longtail.core.events import (
     PipelineEnded,
     PipelineStarted,
     Rollback,
-    SequenceEnded,
     Span,
     StageEntered,
-    StepEnded,
 )
-from longtail.core.types import FinishReason, Lease, Request
-from longtail.rl.packing import plan_micro_batches, with_signal
-from longtail.rl.trainer import MicroStats, UpdateStats
+from longtail.core.types import Lease
+from longtail.planner.state import PipelineState, Relocation
 from longtail.runtime.leases import Leases
-from longtail.runtime.metrics import StepClock, learning_metrics
-from longtail.runtime.order import StepOrder
 from longtail.runtime.plan import PipelinePlan, Rewards
 from longtail.runtime.saver import Saver
-from longtail.runtime.step import Group, StepBatch, StepSource, totals
-from longtail.runtime.widen import StepWiden
+from longtail.runtime.steps import Steps
+from longtail.runtime.turns import Turns
+
+OVER = ("finished", "failed", "interrupted")
 
 
 class PipelineDriver:
     """Drives one pipeline over ``workers`` workers.
 
-    ``send(worker, command)``, ``emit(event)``, ``leases`` and ``wake()`` are the controller's.
+    ``send(worker, command)``, ``emit(event)``, ``leases``, ``turns`` and ``wake()`` are the controller's.
     """
 
     def __init__(
@@ -80,27 +70,31 @@ class PipelineDriver:
         emit: Callable[[Event], None],
         leases: Leases,
         wake: Callable[[], None],
+        turns: Turns | None = None,
         clock: Clock = time,
     ) -> None:
         self.plan, self.workers = plan, workers
-        self.stage = "new"
-        self.step = 0
         self.attempt = self._opened_as = 0
         self.error: str | None = None
         self.saver = Saver(plan.folder, workers=workers, keep=plan.config.checkpoint.keep, clock=clock)
-        self._rewards, self._send, self._emit, self._leases, self._wake = rewards, send, emit, leases, wake
-        self._source = StepSource(plan)
-        self.order = StepOrder(plan, workers=workers, emit=emit)
-        self.widen = StepWiden(plan, workers=workers, send=send, emit=emit, leases=leases, clock=clock)
+        self._send, self._emit, self._leases = send, emit, leases
+        self._steps = Steps(
+            plan,
+            workers=workers,
+            rewards=rewards,
+            send=send,
+            emit=emit,
+            leases=leases,
+            turns=turns or Turns(),
+            wake=wake,
+            clock=clock,
+            step_over=self._step_over,
+        )
+        self.order, self.widen = self._steps.rollout.order, self._steps.rollout.widen
         self._learnt: dict[str, Any] = {}
-        self._batch: StepBatch | None = None
-        self._futures: dict[Future, Group] = {}
         self._waiting_for: set[int] = set()
-        self._train_stats: dict[int, MicroStats] = {}
-        self._update_stats = UpdateStats(grad_norm=0.0, lr=0.0)
-        self._has_signal = True
-        self._iteration = 0
-        self._time, self._clock = clock, StepClock(clock)
+        self._life = "new"
+        """``new``, ``load``, ``profile``, ``steps``, ``checkpoint`` (the last one), or one of :data:`OVER`."""
         self._ending: str | None = None
 
     # -- life -------------------------------------------------------------------------------------------------
@@ -111,7 +105,18 @@ class PipelineDriver:
 
     @property
     def over(self) -> bool:
-        return self.stage in ("finished", "failed", "interrupted")
+        return self._life in OVER
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._steps.schedule.trained
+
+    @property
+    def stage(self) -> str:
+        """``new``, ``load``, ``profile``, a stage of its steps (:attr:`Steps.stage`), ``checkpoint``, ``finished``,
+        ``failed`` or ``interrupted``."""
+        return self._steps.stage if self._life == "steps" else self._life
 
     def open(self, *, reason: str | None = None) -> None:
         """Load the newest complete checkpoint, or the initial model, on all workers.
@@ -126,8 +131,8 @@ class PipelineDriver:
             return
         self.attempt += 1
         self._opened_as = self.attempt
-        self._abandon_work()
-        self.step = found.step
+        self._waiting_for.clear()
+        self._steps.restart(found.step, attempt=self.attempt)
         self.order.load_state_dict(found.state.get("order"))
         self.widen.load_state_dict(found.state.get("widen"))
         if self._ending == "finished":  # the last checkpoint was not to be; its steps are made again
@@ -139,7 +144,7 @@ class PipelineDriver:
             self._announce(parameters=0)
             self._end("finished")
             return
-        self._enter("load")
+        self._live("load")
         self._waiting_for = set(range(self.workers))
         command = OpenPipeline(
             pipeline=self.name,
@@ -157,7 +162,7 @@ class PipelineDriver:
         if self.over or self._ending:
             return
         self._ending = "interrupted"
-        if self._may_settle():
+        if self._may_settle:
             self._settle()
 
     def fail(self, error: str, *, alone: bool = True) -> None:
@@ -171,20 +176,14 @@ class PipelineDriver:
         self._end("failed")
 
     def _end(self, reason: str) -> None:
-        self.stage = reason
+        self._life = reason
         self._abandon_work()
         self._send_all(lambda _: ClosePipeline(pipeline=self.name, attempt=self.attempt))
         self._emit(PipelineEnded(pipeline=self.name, step=self.step, reason=reason, error=self.error))
 
     def _abandon_work(self) -> None:
-        for future in self._futures:
-            future.cancel()
-        self._futures.clear()
         self._waiting_for.clear()
-        self.order.abandon()
-        self.widen.abandon()
-        self._batch = None
-        self._iteration = 0
+        self._steps.abandon()
 
     # -- reports ----------------------------------------------------------------------------------------------
 
@@ -201,20 +200,17 @@ class PipelineDriver:
                 self._arrived(report.worker, lambda: self._opened(report.parameters))
             case Profiled():
                 self.widen.profiled(report)
-                self._arrived(report.worker, self._begin_step)
+                self._arrived(report.worker, self._begin_steps)
             case Alive():
-                if self.stage == "rollout" and report.step == self.step:
-                    self.widen.alive(report, dispatched=self.order.all_dispatched)
+                self._steps.rollout.alive(report)
             case Switched():
-                self.widen.switched(report)
+                self._steps.rollout.switched(report)
             case Sampled():
-                self._sampled(report)
+                self._steps.sampled(report)
             case Trained():
-                self._train_stats[report.worker] = report.stats
-                self._arrived(report.worker, self._trained)
+                self._steps.training.trained(report)
             case Updated():
-                self._update_stats = report.stats
-                self._arrived(report.worker, self._updated)
+                self._steps.training.updated(report)
             case Saved():
                 self._saved(report)
             case SaveFailed():
@@ -224,6 +220,7 @@ class PipelineDriver:
                 if report.traceback:
                     self._note("error", f"{self.name}: worker {report.worker}:\n{report.traceback}")
                 self.fail(f"{self.name}: {report.error}")
+        self._go_on()
 
     def _arrived(self, worker: int, then: Callable[[], None]) -> None:
         """Count one worker's answer; go on when all have answered."""
@@ -236,191 +233,75 @@ class PipelineDriver:
         if self._ending:
             self._end(self._ending)
         elif self.widen.wants_profile:
-            self._enter("profile")
+            self._live("profile")
             self._waiting_for = set(range(self.workers))
             self._leases.ask(tuple(range(self.workers)), "profile")
         else:
-            self._begin_step()
-
-    def observe(self, span: Span) -> None:
-        """A span of this pipeline's work: what it took."""
-        self.order.observe(span)
-        self.widen.observe(span)
-
-    def _announce(self, parameters: int) -> None:
-        config = self.plan.config
-        self._emit(
-            PipelineStarted(
-                pipeline=self.name,
-                step=self.step,
-                steps=config.steps,
-                model=config.model,
-                task=config.task,
-                parameters=parameters,
-            )
-        )
-
-    # -- rollout and score ------------------------------------------------------------------------------------
-
-    def _begin_step(self) -> None:
-        self._clock.restart()
-        self._train_stats = {}
-        self._enter("rollout")
-        self._batch = self._source.batch(self.step)
-        requests = self._batch.requests(self.plan.config, self._source.params, self.workers)
-        work = self.order.begin(self._batch, requests, now=self._time.time())
-        if self.widen.begin(self._batch, requests, work, self.order.live(self._batch)):
-            self._dispatch()
-        if self.order.ranks and self.step + 1 < self.plan.config.steps:
-            self.order.look_ahead(self._source.upcoming(self.step + 1))
-
-    def _dispatch(self) -> None:
-        """The step's layout is there: hand out its first requests."""
-        assert self._batch is not None
-        for worker, first in self.order.dispatch(self._batch, self.widen.layout, self.widen.group_costs()):
-            self._generate(worker, first)
-
-    def _generate(self, worker: int, requests: list[Request]) -> None:
-        if requests:
-            command = Generate(pipeline=self.name, attempt=self.attempt, step=self.step, requests=tuple(requests))
-            self._send(worker, command)
-
-    def _sampled(self, report: Sampled) -> None:
-        batch, now = self._batch, self._time.time()
-        assert batch is not None
-        for completion, started in zip(report.completions, report.started, strict=True):
-            j, sample = batch.end(completion)
-            group = batch.groups[j]
-            cut_off = completion.finish == FinishReason.LENGTH
-            self.widen.ended(j, sample, tokens=len(completion.tokens), cut_off=cut_off)
-            self._emit(
-                SequenceEnded(
-                    pipeline=self.name,
-                    step=self.step,
-                    prompt=j,
-                    sample=sample,
-                    worker=report.worker,
-                    prompt_tokens=len(group.prompt),
-                    tokens=len(completion.tokens),
-                    finish=completion.finish.value,
-                    preemptions=completion.preemptions,
-                    start=started,
-                    end=report.ended,
-                )
-            )
-            sampled_by = self.widen.layout.group_of(report.worker)
-            self._generate(report.worker, self.order.ended(report.worker, group=sampled_by, now=now))
-            if group.ended:
-                self._score(group)
-        if batch.ended:
-            self.widen.rollout_over()
-            self._enter("score")
-            self.collect_rewards()
-
-    def _score(self, group: Group) -> None:
-        count = len(group.completions)
-        future = self._rewards.submit(
-            self.name,
-            step=self.step + 1,
-            prompts=[group.example.prompt] * count,
-            completions=group.texts,
-            columns={name: [value] * count for name, value in group.example.columns.items()},
-        )
-        self._futures[future] = group
-        future.add_done_callback(lambda _: self._wake())
-
-    def collect_rewards(self) -> None:
-        """Take the rewards that have come back; start training when all are there."""
-        for future in [f for f in self._futures if f.done()]:
-            group = self._futures.pop(future)
-            try:
-                group.rewards = future.result()
-            except RewardError as error:
-                self.fail(str(error))
-                return
-        if self.stage == "score" and self._batch is not None and self._batch.scored and self.widen.at_rest:
-            unscored = sum(r is None for g in self._batch.groups for r in g.rewards or ())
-            if unscored:
-                self._note(
-                    "warning", f"{self.name}: {unscored} samples of step {self.step + 1} have no reward: left out."
-                )
-            self._begin_training()
-
-    # -- train and update -------------------------------------------------------------------------------------
-
-    def _begin_training(self) -> None:
-        config, batch = self.plan.config, self._batch
-        assert batch is not None
-        self._enter("train")
-        groups = batch.train_groups(config.algorithm.scale_rewards)
-        if not groups:
-            self._finish_step()
-            return
-        self._totals, self._has_signal = totals(groups, config.rollout.max_tokens), True
-        if config.algorithm.beta == 0:
-            # Groups whose advantages are all 0 have no gradient; one is kept so that log-probs are still compared.
-            signal = with_signal(groups)
-            self._has_signal, groups = bool(signal), signal or groups[:1]
-        self._plans = plan_micro_batches(groups, workers=self.workers, micro_tokens=config.train.micro_tokens)
-        self._send_micro_batches()
-
-    def _send_micro_batches(self) -> None:
-        self._train_stats = {}
-        self._waiting_for = set(range(self.workers))
-        self._send_all(
-            lambda worker: TrainBatches(
-                pipeline=self.name,
-                attempt=self.attempt,
-                step=self.step,
-                batches=tuple(self._plans[worker]),
-                totals=self._totals,
-            )
-        )
-
-    def _trained(self) -> None:
-        if not self._has_signal:
-            self._finish_step()  # not even the optimizer's momentum may move the weights
-            return
-        self._enter("update")
-        self._waiting_for = set(range(self.workers))
-        self._leases.ask(tuple(range(self.workers)), "update")
+            self._begin_steps()
 
     def granted(self, lease: Lease) -> None:
         """A lease is here that was asked for: all its workers reduce and step, measure, or change their layout."""
         match lease.purpose:
             case "update":
-                update = Update(pipeline=self.name, attempt=self.attempt, step=self.step, lease=lease)
-                self._send_all(lambda _: update)
+                self._steps.training.granted(lease)
             case "profile" if not self.widen.wants_profile:
                 self._leases.release(lease)
                 self._waiting_for.clear()
-                self._begin_step()
+                self._begin_steps()
+                self._go_on()
             case "profile":
                 profile = Profile(
                     pipeline=self.name, attempt=self.attempt, lease=lease, degrees=self.widen.degrees, fine=False
                 )
                 self._send_all(lambda _: profile)
             case "switch":
-                if self.widen.granted(lease, attempt=self.attempt):
-                    self._dispatch()
+                self._steps.rollout.granted(lease)
 
-    def _updated(self) -> None:
-        self._iteration += 1
-        if self._iteration < self.plan.config.algorithm.iterations:
-            self._send_micro_batches()
-        else:
-            self._finish_step()
+    def collect_rewards(self) -> None:
+        """Take the rewards that have come back, and begin what may begin now."""
+        try:
+            self._steps.collect_rewards()
+        except RewardError as error:
+            self.fail(str(error))
+        self._go_on()
 
-    def _finish_step(self) -> None:
-        batch, config = self._batch, self.plan.config
-        assert batch is not None
-        update = self._update_stats if self._has_signal else None
-        metrics = batch.metrics() | self.order.finish(batch) | self.widen.finish()
-        metrics |= learning_metrics(self._train_stats, update) | self._clock.seconds()
-        metrics["tokens_per_s"] = metrics["tokens"] / max(metrics["time_s"], 1e-9)
-        self._emit(StepEnded(pipeline=self.name, step=self.step, metrics=metrics))
-        self.step += 1
-        self._batch, self._iteration = None, 0
+    def observe(self, span: Span) -> None:
+        """A span of this pipeline's work: what it took."""
+        self.order.observe(span)
+
+    # -- what the conductor asks and says ---------------------------------------------------------------------
+
+    @property
+    def begin_on(self) -> tuple[int, ...] | None:
+        """The workers on which the next rollout begins; None: all."""
+        return self._steps.begin_on
+
+    @begin_on.setter
+    def begin_on(self, workers: tuple[int, ...] | None) -> None:
+        self._steps.begin_on = workers
+
+    def state(self, now: float) -> PipelineState | None:
+        """Where it stands at the time ``now``; None while it is away, or as long as nothing is known of its steps."""
+        return self._steps.state(now) if self._life == "steps" else None
+
+    def relocate(self, relocation: Relocation) -> None:
+        """Move the samples of the rollout under way, if that can be."""
+        if self._steps.rollout.now is not None:
+            self.widen.relocate(relocation)
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _begin_steps(self) -> None:
+        self._life = "steps"
+
+    def _go_on(self) -> None:
+        """Begin what may begin now."""
+        if self._life == "steps":
+            self._steps.go_on(ending=self._ending is not None)
+
+    def _step_over(self) -> None:
+        """The weights are those of one more step."""
+        config = self.plan.config
         if self.step >= config.steps:
             self._ending = "finished"
         if self._ending:
@@ -428,20 +309,26 @@ class PipelineDriver:
             return
         if self.step % config.checkpoint.every == 0 and not self.saver.busy:
             self._begin_save()
-        self._begin_step()
+        self._go_on()
 
     # -- checkpoints ------------------------------------------------------------------------------------------
+
+    @property
+    def _may_settle(self) -> bool:
+        """Whether the weights are those of a whole step: not inside an update, nor between two of one step."""
+        return not self._steps.training.between_updates
 
     def _settle(self) -> None:
         """On the way out: forget unfinished work, save what is not saved, then end."""
         assert self._ending is not None
         if self.saver.busy:
             return  # comes back here when that checkpoint is published
-        if self._batch is not None or self.stage == "profile":
+        dropped = self._steps.under_way or self._life == "profile"
+        self._abandon_work()
+        if dropped:
             self.attempt += 1
-            self._abandon_work()
             self._send_all(lambda _: DropWork(pipeline=self.name, attempt=self.attempt))
-        if self.stage in ("new", "load", "profile") or self.saver.last_step == self.step:
+        if self._life in ("new", "load", "profile") or self.saver.last_step == self.step:
             self._end(self._ending)
         else:
             self._begin_save()
@@ -453,7 +340,7 @@ class PipelineDriver:
             self._could_not_save(str(error))
             return
         if self._ending:
-            self._enter("checkpoint")
+            self._live("checkpoint")
         # Now: other steps may be over when the checkpoint is published.
         self._learnt = {"order": self.order.state_dict(), "widen": self.widen.state_dict()}
         command = Save(
@@ -482,12 +369,8 @@ class PipelineDriver:
                 duration_s=published.duration_s,
             )
         )
-        if self._ending and self._may_settle():
+        if self._ending and self._may_settle:
             self._settle()
-
-    def _may_settle(self) -> bool:
-        """Whether the weights are those of a whole step: not inside an update, nor between two of one step."""
-        return self.stage != "update" and self._iteration == 0
 
     def _state(self, step: int) -> dict[str, Any]:
         config = self.plan.config
@@ -509,10 +392,22 @@ class PipelineDriver:
 
     # -- small things -----------------------------------------------------------------------------------------
 
-    def _enter(self, stage: str) -> None:
-        self.stage = stage
-        self._clock.enter(stage)
+    def _live(self, stage: str) -> None:
+        self._life = stage
         self._emit(StageEntered(pipeline=self.name, step=self.step, stage=stage))
+
+    def _announce(self, parameters: int) -> None:
+        config = self.plan.config
+        self._emit(
+            PipelineStarted(
+                pipeline=self.name,
+                step=self.step,
+                steps=config.steps,
+                model=config.model,
+                task=config.task,
+                parameters=parameters,
+            )
+        )
 
     def _send_all(self, command: Callable[[int], Command]) -> None:
         for worker in range(self.workers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from longtail.core.config import Pipeline
-from longtail.costs.table import CostTable
+from longtail.costs.interference import Interference
+from longtail.costs.table import CostTable, TableKey
 from longtail.rl.tasks import Task
 
 
@@ -55,6 +56,10 @@ class Tables(Protocol):
     def keep(self, table: CostTable) -> None:
         """One that was just measured for it."""
 
+    def pairs(self, keys: Iterable[TableKey]) -> Interference:
+        """What was measured of pairs of the models of ``keys``."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
@@ -63,6 +68,10 @@ class PipelinePlan:
     ``kv_tokens`` is what the KV memory of one worker holds (None: more than enough); ``ranker`` predicts lengths.
     ``kv_heads`` of the model bound the degree of tensor parallelism. ``tables`` know what its work costs here, if that
     has been measured.
+
+    ``company``: several pipelines share several workers, and it is weighed who runs where. Each of its rollouts may
+    then be moved to fewer workers up to ``max_merges`` times. ``may_widen``: whether tensor-parallel groups may form
+    where ``rollout.tp`` is no number.
     """
 
     name: str
@@ -76,3 +85,6 @@ class PipelinePlan:
     ranker: Ranks | None = None
     kv_heads: int = 1
     tables: Tables | None = None
+    company: bool = False
+    max_merges: int = 2
+    may_widen: bool = True

@@ -1,4 +1,4 @@
-"""Drives a cluster to measure what pipelines' work costs: one pipeline after the other, all workers on each."""
+"""Drives a cluster to measure what pipelines' work costs: one pipeline, or two, at a time, on all workers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from longtail.cluster.protocol import Cluster
 from longtail.core.config import Pipeline
 from longtail.core.errors import LongtailError, PeerLost
 from longtail.core.types import Lease
+from longtail.costs import interference_file, table_file
+from longtail.costs.interference_file import PairTable
 from longtail.costs.table import CostTable
-from longtail.costs.table_file import from_plain
 from longtail.engine.models import cache_dir
 from longtail.planner.tree import possible_degrees
 
@@ -87,22 +88,44 @@ class Profiler:
 
         Raises :class:`PeerLost` when a worker dies, and :class:`LongtailError` when the pipeline fails on one.
         """
+        degrees = degrees_of(subject.config, workers=len(self._workers), kv_heads=subject.kv_heads)
+        plain = self._profiled(subject, None, degrees=degrees, fine=fine, tell=tell)
+        notes = plain.pop(NOTES, {})
+        return Measured(subject=subject, table=table_file.from_plain(plain), notes=notes)
+
+    def profile_pair(self, first: Subject, second: Subject, *, tell: Tell = silent) -> PairTable:
+        """Measure what the work of two different models does to each other. Both are open on the workers only
+        meanwhile, so memory must suffice for both. Raises as :meth:`profile` does."""
+        return interference_file.from_plain(self._profiled(first, second, degrees=(), fine=True, tell=tell))
+
+    def _profiled(
+        self, subject: Subject, beside: Subject | None, *, degrees: tuple[int, ...], fine: bool, tell: Tell
+    ) -> dict[str, Any]:
+        """What the first worker found."""
         if not self._connected:
             self._send(Connect(generation=GENERATION, store=self._cluster.rendezvous(GENERATION)))
             self._connected = True
-        tell("loading the model", 0.0)
-        self._send(self._open(subject))
-        self._await(subject, Opened, tell)
+        subjects = [subject] if beside is None else [subject, beside]
+        for one in subjects:
+            tell("loading the model", 0.0)
+            self._send(self._open(one))
+            self._await(one, Opened, tell)
         lease = Lease(lease_id=self._leases, pipeline=subject.name, workers=self._workers, purpose="profile")
         self._leases += 1
         tell("measuring", 0.0)
-        degrees = degrees_of(subject.config, workers=len(self._workers), kv_heads=subject.kv_heads)
-        self._send(Profile(pipeline=subject.name, attempt=0, lease=lease, degrees=degrees, fine=fine))
+        command = Profile(
+            pipeline=subject.name,
+            attempt=0,
+            lease=lease,
+            degrees=degrees,
+            fine=fine,
+            beside=beside.name if beside is not None else None,
+        )
+        self._send(command)
         reports = self._await(subject, Profiled, tell)
-        self._send(ClosePipeline(pipeline=subject.name, attempt=0))
-        plain = next(r.table for r in reports if isinstance(r, Profiled) and r.table is not None)
-        notes = plain.pop(NOTES, {})
-        return Measured(subject=subject, table=from_plain(plain), notes=notes)
+        for one in subjects:
+            self._send(ClosePipeline(pipeline=one.name, attempt=0))
+        return next(r.table for r in reports if isinstance(r, Profiled) and r.table is not None)
 
     def _open(self, subject: Subject) -> OpenPipeline:
         return OpenPipeline(

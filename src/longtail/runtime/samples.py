@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from longtail.cluster.messages import Alive
 from longtail.core.types import Layout, Request
 from longtail.planner.rollout import Rollout
+from longtail.planner.state import Live
 from longtail.planner.tree import Group
 from longtail.runtime.step import StepBatch
+
+_NONE = np.empty(0, np.int64)
+NOBODY = Live(worker=_NONE, context=_NONE, lanes=_NONE, remaining=_NONE)
+
+
+class _Heard(NamedTuple):
+    """What the leaders have said of live samples, int64 [n] each; ``of`` is the number of the group that has each."""
+
+    of: np.ndarray
+    numbers: np.ndarray
+    generated: np.ndarray
+    lanes: np.ndarray
+    compute: np.ndarray
 
 
 class StepSamples:
@@ -50,7 +65,55 @@ class StepSamples:
     ) -> tuple[Rollout, np.ndarray] | None:
         """The rollout by what the leaders of ``layout`` have said last, and the numbers [n] of the samples in it; None
         if some live ones have not been heard of. ``remaining`` (numbers, tokens so far) gives outcomes int64 [K, n]."""
-        of, numbers, context, lanes, compute, generated = ([] for _ in range(6))
+        heard = self._heard(layout, alive)
+        if not len(heard.numbers) or len(heard.numbers) != self.live:
+            return None
+        rollout = Rollout(
+            groups=layout.groups,
+            of=heard.of,
+            context=self.prompt_tokens[heard.numbers] + heard.generated,
+            lanes=heard.lanes,
+            compute=heard.compute,
+            remaining=remaining(heard.numbers, heard.generated),
+            slots=slots,
+        )
+        return rollout, heard.numbers
+
+    def holders(self, layout: Layout, alive: Mapping[int, Alive]) -> Group | None:
+        """The workers of the groups that have live samples, ascending; None if some have not been heard of."""
+        heard = self._heard(layout, alive)
+        if len(heard.numbers) != self.live:
+            return None
+        return tuple(sorted(worker for g in np.unique(heard.of) for worker in layout.groups[g]))
+
+    def expected(
+        self,
+        layout: Layout,
+        alive: Mapping[int, Alive],
+        remaining: Callable[[np.ndarray, np.ndarray], np.ndarray],
+        *,
+        dispatched: bool,
+    ) -> Live | None:
+        """All that have not ended, as :meth:`in_flight` has them, with the mean of their outcomes. Those of requests
+        that are with no worker yet come last; None if it is not known which these are."""
+        heard = self._heard(layout, alive)
+        quiet = np.setdiff1d(np.flatnonzero(self.tokens < 0), heard.numbers)
+        if len(quiet) and (dispatched or any(group[0] not in alive for group in layout.groups)):
+            return None
+        nothing = np.zeros(len(quiet), np.int64)
+        numbers, generated = np.concatenate([heard.numbers, quiet]), np.concatenate([heard.generated, nothing])
+        leaders = np.array([group[0] for group in layout.groups])
+        if not len(numbers):
+            return NOBODY
+        return Live(
+            worker=np.concatenate([leaders[heard.of], nothing - 1]),
+            context=self.prompt_tokens[numbers] + generated,
+            lanes=np.concatenate([heard.lanes, nothing]),
+            remaining=np.maximum(np.rint(remaining(numbers, generated).mean(axis=0)), 1).astype(np.int64),
+        )
+
+    def _heard(self, layout: Layout, alive: Mapping[int, Alive]) -> _Heard:
+        rows: list[tuple[int, int, int, int, int]] = []
         for g, group in enumerate(layout.groups):
             report = alive.get(group[0])
             if report is None:
@@ -62,26 +125,10 @@ class StepSamples:
                     if own < 0 or self.tokens[number] >= 0:
                         continue
                     prompt = int(self.prompt_tokens[number])
-                    of.append(g)
-                    numbers.append(number)
-                    generated.append(own)
-                    context.append(prompt + own)
-                    lanes.append(0 if own == 0 else max(1, own - 1 + prompt * first))
-                    compute.append(prompt if own == 0 and first else 0)
+                    lanes = 0 if own == 0 else max(1, own - 1 + prompt * first)
+                    rows.append((g, number, own, lanes, prompt if own == 0 and first else 0))
                     first = False
-        if not numbers or len(numbers) != self.live:
-            return None
-        who, so_far = np.array(numbers), np.array(generated)
-        rollout = Rollout(
-            groups=layout.groups,
-            of=np.array(of),
-            context=np.array(context),
-            lanes=np.array(lanes),
-            compute=np.array(compute),
-            remaining=remaining(who, so_far),
-            slots=slots,
-        )
-        return rollout, who
+        return _Heard(*np.array(rows, np.int64).reshape(-1, 5).T)
 
     def as_it_came(self, rollout: Rollout, numbers: np.ndarray, groups: tuple[Group, ...]) -> Rollout:
         """Of ``rollout``, whose sequences have these ``numbers``, the ``groups``, with the lengths that came out."""

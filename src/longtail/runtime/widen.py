@@ -1,8 +1,9 @@
-"""In which layout the samples of a step are drawn, from the start of its rollout to the end of it.
+"""Where the samples of a step are drawn, and in which layout, from the start of its rollout to the end of it.
 
-The decisions are the planner's (``planner/widen.py``); here it is told how far the samples are and how long they may
-still run, and what it decides is carried out: ask for a lease of the workers concerned, send the switch, wait until
-every member has reported it. A layout changes no token.
+The decisions are planners': ``planner/widen.py`` is told here how far the samples are and how long they may still run,
+and says which tensor-parallel groups there should be; which workers a rollout has at all comes from outside, from
+whoever weighs pipelines against each other. What is decided is carried out: ask for a lease of the workers concerned,
+send the switch, wait until every member has reported it. None of it changes a token.
 
 Invariants: at most one switch of a pipeline is under way; a switch is sent only under a lease of all its workers, which
 is held until they are all on their own again; when the rollout is over, the workers go back to being on their own, so
@@ -13,59 +14,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from longtail.cluster.messages import Alive, Command, Profiled, Switch, Switched
 from longtail.core.clock import Clock
-from longtail.core.events import Event, MoveEnded, MoveMade, Note, Span
+from longtail.core.events import Event, MoveMade, Note
 from longtail.core.types import Layout, Lease, Request
 from longtail.costs import table_file
-from longtail.costs.corrections import Corrections
 from longtail.costs.decode import DecodeCosts
 from longtail.costs.table import CostTable
 from longtail.planner.order import Work
-from longtail.planner.release import worth_keeping
-from longtail.planner.rollout import Rollout
-from longtail.planner.start import start_layout
+from longtail.planner.state import Live, Relocation
 from longtail.planner.tree import Group, possible_degrees
-from longtail.planner.widen import Action, Auto, Policy, Threshold, decide, predicted_end_s
+from longtail.runtime.known_costs import KnownCosts
 from longtail.runtime.leases import Leases
 from longtail.runtime.live import LiveLengths
+from longtail.runtime.moves import Move
 from longtail.runtime.plan import PipelinePlan
-from longtail.runtime.samples import StepSamples, inside
+from longtail.runtime.samples import NOBODY, StepSamples
 from longtail.runtime.step import StepBatch
+from longtail.runtime.widen_moves import Rules, fixed_start, next_move, planned_start, release
 
 THINKING_SHARE = 50.0
 """The controller lets so many times as long pass as a decision took: it may share its cores with the workers."""
-
-
-@dataclass
-class _Move:
-    """A change of layout to ``groups``: why, under which lease, what it took, and what came of it."""
-
-    name: str
-    groups: tuple[Group, ...]
-    reason: str = ""
-    gain_s: float | None = None
-    cost_s: float | None = None
-    rest_s: float | None = None
-    """All as predicted; ``rest_s`` with the move."""
-    without_s: Callable[[CostTable], float] | None = None
-    """How long the samples concerned would have taken without it, by a cost table, once their lengths are known."""
-    samples: np.ndarray | None = None
-    """Those concerned; None: all."""
-    decided: float = 0.0
-    asked: tuple[Group, ...] = ()
-    """``groups`` as decided; a lease may come to have more workers, whose groups stay as they are."""
-    lease: Lease | None = None
-    reports: list[Switched] = field(default_factory=list)
-
-    @property
-    def workers(self) -> Group:
-        return tuple(sorted(w for group in self.groups for w in group))
 
 
 class StepWiden:
@@ -81,26 +54,29 @@ class StepWiden:
         leases: Leases,
         clock: Clock = time,
     ) -> None:
-        self._plan, self._workers, self._send, self._emit = plan, workers, send, emit
+        self._plan, self._send, self._emit = plan, send, emit
         self._leases, self._time = leases, clock
         self._rollout = plan.config.rollout
+        self._everyone = tuple(range(workers))
         self.degrees = possible_degrees(workers, min(workers, plan.kv_heads))
         """Tensor-parallel degrees that groups may have."""
-        self._table: CostTable | None = plan.tables.find() if plan.tables is not None else None
-        self._corrections = Corrections()
+        self._rules = Rules.of(self._rollout, self.degrees)
+        self._known = KnownCosts(plan.tables)
         self._attempt = self._step = 0
-        self._reset()
+        self._reset(self._everyone)
 
-    def _reset(self) -> None:
-        self.layout = Layout.narrow(self._workers)
+    def _reset(self, on: tuple[int, ...]) -> None:
+        self.layout = Layout.singles(on)
         """The groups in which the workers sample, or will as soon as they have taken the switch that was sent."""
         self._samples: StepSamples | None = None
         self._lengths: LiveLengths | None = None
         self._alive: dict[int, Alive] = {}
-        self._asked: _Move | None = None
-        self._under_way: _Move | None = None
+        self._dispatched = False
+        self._asked: Move | None = None
+        self._under_way: Move | None = None
         self._held: list[Lease] = []
-        self._moves: list[_Move] = []
+        self._moves: list[Move] = []
+        self._merges = 0
         self._over = False
         self._refused: set[tuple[Group, ...]] = set()
         self._why_not: str | None = None
@@ -112,35 +88,32 @@ class StepWiden:
     # -- costs ------------------------------------------------------------------------------------------------
 
     @property
-    def _by_costs(self) -> bool:
-        """Whether the planner is asked, and needs to know what work costs; a fixed degree needs no planner."""
-        return isinstance(self._rollout.tp, str) and len(self.degrees) > 1
+    def _widens(self) -> bool:
+        """Whether the planner is asked for tensor-parallel groups; a fixed degree needs no planner."""
+        return self._plan.may_widen and isinstance(self._rollout.tp, str) and len(self.degrees) > 1
 
     @property
     def wants_profile(self) -> bool:
         """Whether costs must be measured before anything can be decided; another pipeline may have done that since."""
-        if self._table is None and self._by_costs and self._plan.tables is not None:
-            self._table = self._plan.tables.find()
-        return self._by_costs and self._table is None
+        return (self._widens or self._plan.company) and not self._known.look_again()
 
     def profiled(self, report: Profiled) -> None:
         if report.table is not None:
-            self._table = table_file.from_plain(report.table)
-            if self._plan.tables is not None:
-                self._plan.tables.keep(self._table)
-
-    def observe(self, span: Span) -> None:
-        """A span of this pipeline's work."""
-        if self._table is not None:
-            self._corrections.observe(span, self._table)
+            self._known.keep(table_file.from_plain(report.table))
 
     @property
-    def _costs(self) -> CostTable | None:
-        return None if self._table is None else self._corrections.apply(self._table)
+    def known(self) -> KnownCosts:
+        """For whoever knows which spans had a worker to themselves."""
+        return self._known
+
+    @property
+    def costs(self) -> CostTable | None:
+        """What work costs here, as far as it is known by now; None: nothing was measured."""
+        return self._known.corrected
 
     def group_costs(self) -> list[DecodeCosts] | None:
         """Of the groups of the present layout, for placing requests on them; None where nothing is known."""
-        costs = self._costs
+        costs = self.costs
         if costs is None or any(len(group) not in costs.degrees for group in self.layout.groups):
             return None
         most = max(1, min(self._rollout.max_running, len(self._samples.tokens) if self._samples else 1))
@@ -148,29 +121,59 @@ class StepWiden:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint stores, as plain data."""
-        return {"corrections": self._corrections.state_dict()}
+        return self._known.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Know what was known when :meth:`state_dict` was called; None: nothing yet."""
-        self._corrections = Corrections()
-        try:
-            if state is not None:
-                self._corrections.load_state_dict(state["corrections"])
-        except Exception as error:  # of another version, or edited by hand: no reason to lose a run
-            self._corrections = Corrections()
+        error = self._known.load_state_dict(state)
+        if error is not None:
             self._warn(f"what the checkpoint knows of costs cannot be used ({error}); they are learnt anew.")
+
+    # -- what others may know ---------------------------------------------------------------------------------
+
+    @property
+    def degree(self) -> int:
+        """The largest tensor-parallel degree of the present layout."""
+        return self.layout.degree
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Those that have live samples; where that is not known, or nobody has any, those of the layout."""
+        holders = self._samples.holders(self.layout, self._alive) if self._samples is not None else None
+        return holders or self.layout.workers
+
+    @property
+    def merges_left(self) -> int:
+        """How often the samples of this rollout may still be moved to fewer workers."""
+        return max(0, self._plan.max_merges - self._merges)
+
+    def live_samples(self) -> Live | None:
+        """The samples that have not ended; None when some of them have not been heard of (yet)."""
+        if self._samples is None or self._over:
+            return NOBODY
+        return self._samples.expected(self.layout, self._alive, self._remaining, dispatched=self._dispatched)
 
     # -- a rollout --------------------------------------------------------------------------------------------
 
     def begin(
-        self, batch: StepBatch, requests: Sequence[Request], work: Work | None, lengths: LiveLengths | None
+        self,
+        batch: StepBatch,
+        requests: Sequence[Request],
+        work: Work | None,
+        lengths: LiveLengths | None,
+        *,
+        on: tuple[int, ...] | None = None,
     ) -> bool:
-        """A rollout begins. Returns whether requests can be handed out now, to the leaders of :attr:`layout`; if not,
-        :meth:`granted` will say so."""
-        self._reset()
+        """A rollout begins, on the workers ``on`` (None: on all). Returns whether requests can be handed out now, to
+        the leaders of :attr:`layout`; if not, :meth:`granted` will say so."""
+        placed = self._workers_in(self._everyone if on is None else on)
+        self._reset(placed)
         self._step = batch.step
         self._samples = StepSamples(batch, requests, self._plan.config.algorithm.group_size)
         self._lengths = lengths
+        if placed != self._everyone:
+            self._tell_place()
+            return True
         move = self._first_move(work)
         if move is None:
             return True
@@ -191,12 +194,29 @@ class StepWiden:
         if self._over or self._samples is None:
             return
         self._alive[report.worker] = report
+        self._dispatched = dispatched
         now = self._time.monotonic()
-        if self._by_costs and self._asked is None and self._under_way is None and dispatched and now >= self._look_at:
+        whole = self.layout.workers == self._everyone
+        if self._widens and whole and self._idle and dispatched and now >= self._look_at:
             move = self._next_move()
             self._look_at = now + THINKING_SHARE * (self._time.monotonic() - now)
             if move is not None:
                 self._ask(move)
+
+    def relocate(self, relocation: Relocation) -> bool:
+        """Move the samples to other workers, if all that is known allows it now: every request is with a worker, every
+        worker is on its own, nothing else is under way, and this was not refused before in this rollout. Returns
+        whether it was asked for."""
+        to = self._workers_in(relocation.to)
+        if self._over or self._samples is None or not self._idle or not self._dispatched or self.degree > 1:
+            return False
+        holders = self._samples.holders(self.layout, self._alive)
+        if not holders or holders == to or tuple((worker,) for worker in to) in self._refused:
+            return False
+        if relocation.kind == "merge" and self.merges_left == 0:
+            return False
+        self._ask(Move.of(relocation, holders, now=self._time.time()))
+        return True
 
     def granted(self, lease: Lease, *, attempt: int) -> bool:
         """The lease that was asked for is here: send the switch. Returns whether to hand out requests now."""
@@ -205,8 +225,9 @@ class StepWiden:
         assert move is not None, "a lease was granted that is not asked for any more"
         self._held = [held for held in self._held if set(held.workers).isdisjoint(lease.workers)] + [lease]
         move.lease, move.asked = lease, move.groups
-        move.groups = tuple(g for g in self.layout.replaced(move.groups).groups if set(g) <= set(lease.workers))
+        move.groups = tuple(g for g in move.after(self.layout).groups if set(g) <= set(lease.workers))
         self._moves.append(move)
+        self._merges += move.name == "merge"
         self._tell(move)
         self._start(move)
         first, self._waits_to_dispatch = self._waits_to_dispatch, False
@@ -221,11 +242,12 @@ class StepWiden:
         if {r.worker for r in move.reports} != set(move.lease.workers):
             return
         self._under_way = None
-        self.layout = self.layout.replaced(report.groups)
         if all(len(group) == 1 for group in report.groups):
             self._held.remove(move.lease)
         self._alive.clear()
         if report.refused:
+            assert move.before is not None
+            self.layout = move.before
             self._refused.add(move.asked)
             self._warn(f"step {self._step + 1}: the workers stay as they are: {report.refused.rstrip('.')}.")
         if self._over:
@@ -245,31 +267,38 @@ class StepWiden:
         return self._under_way is None and not self._held
 
     def finish(self) -> dict[str, float]:
-        """The step is over. Returns its metrics (see docs/metrics), and tells what became of the moves."""
+        """The rollout is over. Returns its metrics (see docs/metrics), and tells what became of the moves."""
         moves, self._moves = self._moves, []
         if not moves and self._why_not is not None:
-            self._tell(_Move("hold", self.layout.groups, reason=self._why_not))
-        costs = self._costs
+            self._tell(Move("hold", self.layout.groups, reason=self._why_not))
+        costs = self.costs
         for move in moves:
-            self._emit(self._outcome(move, costs))
-        return {"switches": float(len(moves))} if len(self.degrees) > 1 and self._rollout.tp != 1 else {}
+            assert self._samples is not None
+            self._emit(move.ended(self._plan.name, self._step, self._samples, costs))
+        fixed = isinstance(self._rollout.tp, int) and self._rollout.tp > 1
+        has_choice = fixed or self._widens or self._plan.company
+        return {"switches": float(len(moves))} if has_choice else {}
 
     def abandon(self) -> None:
         """The step will not be finished, and groups are dissolved by whatever ends it."""
         self._leases.forget()
-        self._reset()
+        self._reset(self._everyone)
 
     # -- carrying out -----------------------------------------------------------------------------------------
 
-    def _ask(self, move: _Move) -> None:
+    @property
+    def _idle(self) -> bool:
+        """Whether no move is asked for or under way."""
+        return self._asked is None and self._under_way is None
+
+    def _ask(self, move: Move) -> None:
         self._asked = move
         self._leases.ask(move.workers, "switch")
 
-    def _start(self, move: _Move) -> None:
+    def _start(self, move: Move) -> None:
         """Send a switch to the leaders of the groups that there are; ``move`` has its lease."""
         lease = move.lease
         assert lease is not None
-        leaders = [group[0] for group in self.layout.groups if set(group) <= set(lease.workers)]
         per_byte_s, per_token_s = self._prices(move)
         command = Switch(
             pipeline=self._plan.name,
@@ -277,18 +306,19 @@ class StepWiden:
             step=self._step,
             lease=lease,
             groups=move.groups,
+            rebalance=move.rebalance,
             per_byte_s=per_byte_s,
             per_token_s=per_token_s,
         )
-        self._under_way = move
+        self._under_way, move.before = move, self.layout
         self._alive.clear()
-        for leader in leaders:
+        for leader in sorted({self.layout.group_of(worker)[0] for worker in lease.workers}):
             self._send(leader, command)
-        self.layout = self.layout.replaced(move.groups)
+        self.layout = move.after(self.layout)
 
-    def _prices(self, move: _Move) -> tuple[float, float]:
+    def _prices(self, move: Move) -> tuple[float, float]:
         """Seconds of a byte moved, and of a token recomputed; of what is not measured, moving is the cheaper way."""
-        costs, degree = self._costs, max(len(group) for group in move.groups)
+        costs, degree = self.costs, max(len(group) for group in move.groups)
         if costs is None or degree not in costs.degrees:
             return 0.0, 1.0
         return costs.switch.move_byte_s, costs.prefill[degree].token_s
@@ -297,96 +327,42 @@ class StepWiden:
         """Nothing is left to sample: every worker on its own again."""
         if self._held:
             lease = self._held[0]
-            self._start(_Move("narrow", tuple((w,) for w in lease.workers), lease=lease))
+            self._start(Move("narrow", tuple((w,) for w in lease.workers), lease=lease))
+
+    def _workers_in(self, workers: Sequence[int]) -> tuple[int, ...]:
+        """``workers`` in order. Raises ``ValueError`` if there is none, or one that there is not."""
+        found = tuple(sorted(set(workers)))
+        if not found or not set(found) <= set(self._everyone):
+            raise ValueError(f"a rollout needs workers among 0 to {self._everyone[-1]}, not {tuple(workers)}")
+        return found
 
     # -- deciding ---------------------------------------------------------------------------------------------
 
-    def _first_move(self, work: Work | None) -> _Move | None:
+    def _first_move(self, work: Work | None) -> Move | None:
         """To the layout in which the rollout should begin; None: every worker on its own."""
-        tp, costs = self._rollout.tp, self._costs
+        tp, costs, workers, now = self._rollout.tp, self.costs, len(self._everyone), self._time.time()
         if isinstance(tp, int):
-            layout = Layout.uniform(self._workers, tp)
-            return None if layout.degree == 1 else self._to_begin(layout, reason=f"tp: {tp}")
-        if work is None or costs is None or self._leases.contended():
+            return fixed_start(tp, workers, now=now)
+        if work is None or costs is None or not self._widens or self._leases.contended():
             return None
-        start = start_layout(work, self._workers, self._slots, costs, self._policy)
-        if start.degree == 1:
-            return None
-        times = ", ".join(f"TP{degree} {seconds:.3g} s" for degree, seconds in start.predicted_s.items())
-        move = self._to_begin(start.layout, reason=f"predicted for the whole rollout: {times}")
-        move.rest_s, move.cost_s = start.predicted_s[start.degree], costs.switch.handshake_s
-        move.gain_s = start.predicted_s[1] - move.rest_s + move.cost_s
-        samples, prompt_tokens = work.samples, work.prompt_tokens
-        numbers = self._samples.in_order if self._samples is not None else np.empty(0, np.int64)
+        assert self._samples is not None
+        return planned_start(work, self._samples, workers, costs, self._rules, now=now)
 
-        def without_s(table: CostTable) -> float:
-            assert self._samples is not None
-            known = Work.known(samples, prompt_tokens, self._samples.tokens[numbers])
-            return start_layout(known, self._workers, self._slots, table, self._policy).predicted_s[1]
-
-        move.without_s = without_s
-        return move
-
-    def _to_begin(self, layout: Layout, *, reason: str) -> _Move:
-        groups = tuple(group for group in layout.groups if len(group) > 1)
-        return _Move("widen", groups, reason=reason, decided=self._time.time())
-
-    def _next_move(self) -> _Move | None:
+    def _next_move(self) -> Move | None:
         """What the planner would do now; None: nothing, or not all samples have been heard of."""
-        costs = self._costs
-        found = self._look()
+        assert self._samples is not None
+        costs, now = self.costs, self._time.time()
+        found = self._samples.in_flight(self.layout, self._alive, self._remaining, self._rules.slots)
         if costs is None or found is None:
             return None
         rollout, numbers = found
         if self._leases.contended():
-            return self._release(rollout, numbers, costs)
-        held = None
-        for decision in decide(rollout, costs, self._policy):
-            if decision.action == Action.HOLD:
-                held = decision.reason
-            elif decision.after not in self._refused:
-                return _Move(
-                    decision.action.value,
-                    decision.after,
-                    reason=decision.reason,
-                    gain_s=decision.predicted_gain_s,
-                    cost_s=decision.predicted_cost_s,
-                    rest_s=decision.finish_then_s,
-                    without_s=self._hindsight(rollout, numbers, decision.before),
-                    samples=numbers[inside(rollout, decision.before)],
-                    decided=self._time.time(),
-                )
-        self._why_not = held
+            return release(rollout, numbers, costs, self._refused, now=now)
+        move = next_move(rollout, numbers, self._samples, costs, self._rules, self._refused, now=now)
+        if isinstance(move, Move):
+            return move
+        self._why_not = move
         return None
-
-    def _release(self, rollout: Rollout, numbers: np.ndarray, costs: CostTable) -> _Move | None:
-        """Others have work for the workers of wide groups: let one go whose tail is not worth their waiting."""
-        for group in self.layout.groups:
-            if len(group) == 1:
-                continue
-            singles = tuple((worker,) for worker in group)
-            own = inside(rollout, (group,))
-            if not own.any():
-                why = "its samples have ended, and others wait"
-                return _Move("narrow", singles, reason=why, samples=numbers[own], decided=self._time.time())
-            if singles not in self._refused:
-                release = worth_keeping(rollout, group, costs, waiting=1.0)
-                if not release.keep:
-                    return _Move(
-                        "narrow",
-                        singles,
-                        reason=f"others wait for these workers: {release.reason}",
-                        cost_s=release.switch_s,
-                        rest_s=release.narrow_s + release.switch_s,
-                        samples=numbers[own],
-                        decided=self._time.time(),
-                    )
-        return None
-
-    def _look(self) -> tuple[Rollout, np.ndarray] | None:
-        """The rollout as it is, and the numbers of the samples in it; None if some have not been heard of."""
-        assert self._samples is not None
-        return self._samples.in_flight(self.layout, self._alive, self._remaining, self._slots)
 
     def _remaining(self, numbers: np.ndarray, generated: np.ndarray) -> np.ndarray:
         """Tokens still to come of live samples, int64 [K, n]; where nothing is known, as many as there may be."""
@@ -394,61 +370,19 @@ class StepWiden:
             return self._lengths.remaining(numbers, generated)
         return np.maximum(self._rollout.max_tokens - generated, 1)[None, :]
 
-    def _hindsight(
-        self, rollout: Rollout, numbers: np.ndarray, groups: tuple[Group, ...]
-    ) -> Callable[[CostTable], float]:
-        """The seconds that ``groups`` would have taken from here on as they were, with the lengths that came out."""
-        samples = self._samples
-        assert samples is not None
-        return lambda table: predicted_end_s(samples.as_it_came(rollout, numbers, groups), table)
-
-    def _outcome(self, move: _Move, costs: CostTable | None) -> MoveEnded:
-        reports, refused = move.reports, move.reports[0].refused if move.reports else None
-        rest_s = gain_s = None
-        if refused is None:
-            samples = self._samples
-            assert samples is not None
-            ended = samples.ended if move.samples is None else samples.ended[move.samples]
-            rest_s = float(ended.max()) - move.decided if len(ended) else 0.0
-            if move.without_s is not None and costs is not None:
-                gain_s = move.without_s(costs) - rest_s
-        return MoveEnded(
-            pipeline=self._plan.name,
-            step=self._step,
-            move=move.name,
-            workers=list(move.workers),
-            cost_s=max((report.duration_s for report in reports), default=0.0),
-            moved_bytes=sum(report.moved_bytes for report in reports),
-            recomputed_tokens=max((report.recomputed_tokens for report in reports), default=0),
-            predicted_cost_s=move.cost_s,
-            predicted_rest_s=move.rest_s,
-            rest_s=rest_s,
-            gain_s=gain_s,
-            refused=refused,
-        )
-
-    @property
-    def _slots(self) -> dict[int, int]:
-        return dict.fromkeys(self.degrees, self._rollout.max_running)
-
-    @property
-    def _policy(self) -> Policy:
-        threshold = self._rollout.tp_threshold
-        return Auto() if threshold is None else Threshold(threshold)
-
     # -- words ------------------------------------------------------------------------------------------------
 
-    def _tell(self, move: _Move) -> None:
+    def _tell(self, move: Move) -> None:
+        self._emit(move.made(self._plan.name, self._step, self.layout))
+
+    def _tell_place(self) -> None:
         self._emit(
             MoveMade(
                 pipeline=self._plan.name,
                 step=self._step,
-                move=move.name,
-                workers=list(move.workers),
-                reason=move.reason,
-                predicted_gain_s=move.gain_s,
-                predicted_cost_s=move.cost_s,
-                layout=str(self.layout.replaced(move.groups)),
+                move="place",
+                workers=list(self.layout.workers),
+                reason="the others are left to other pipelines",
             )
         )
 

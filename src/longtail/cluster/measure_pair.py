@@ -1,0 +1,103 @@
+"""What the work of two models does to each other: on the same worker at several shares of its time, and on neighbours.
+
+Both pipelines are open on all workers, and have nothing else to do. Weights, optimizers and lanes are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from longtail.cluster import measure_interference as interference
+from longtail.cluster.connections import Connections
+from longtail.cluster.measure import Tell, silent, tenant_key
+from longtail.cluster.measure_classes import quick_classes
+from longtail.cluster.measure_together import Together, Work
+from longtail.costs.interference import SHARES, Shared
+from longtail.costs.interference_file import Half, PairTable, to_plain
+
+if TYPE_CHECKING:
+    from longtail.cluster.tenant import Tenant
+
+QUANTUM_S = 0.05
+"""What quanta are to take: there are some hundred windows to measure, each of several of them."""
+
+
+def measure_pair(
+    first: Tenant, second: Tenant, connections: Connections, *, tell: Tell = silent
+) -> dict[str, Any] | None:
+    """The :class:`PairTable` of both as plain data on the first worker; None on the others.
+
+    Collective. Raises :class:`PeerLost`, and on all workers alike :class:`CapacityError` where lanes are too few.
+    """
+    together = Together(connections.world)
+    free = [tenant.store.free for tenant in (first, second)]
+    with contextlib.ExitStack() as stack:
+        tell("sizes of quanta", 0.0)
+        mine, other = (quick_classes(tenant, together, QUANTUM_S, stack) for tenant in (first, second))
+        same = _in_turns(together, mine, other, tell)
+        neighbour = _beside(together, mine, other, tell) if together.size > 1 else ({}, {})
+    for tenant, before in zip((first, second), free, strict=True):
+        tenant.store.check()
+        assert tenant.store.free == before, f"profiling took {before - tenant.store.free} KV blocks of {tenant.name}"
+    if together.rank != 0:
+        return None
+    one, two = (
+        Half(key=tenant_key(tenant, connections), same_worker=shared, neighbour_worker=beside)
+        for tenant, shared, beside in zip((first, second), same, neighbour, strict=True)
+    )
+    return to_plain(PairTable(measured=datetime.now(UTC).isoformat(timespec="seconds"), halves=(one, two)))
+
+
+Classes = dict[str, Work]
+SharedBy = dict[str, dict[str, Shared]]
+FactorBy = dict[str, dict[str, float]]
+
+
+def _in_turns(together: Together, mine: Classes, other: Classes, tell: Tell) -> tuple[SharedBy, SharedBy]:
+    """Of each side: ``[a][b]`` are the factors of a beside b of the other side, at each of ``SHARES``."""
+    alone_s = [
+        {name: interference.in_shares(together, [work], [1.0])[0] for name, work in side.items()}
+        for side in (mine, other)
+    ]
+    ours: SharedBy = {a: {} for a in mine}
+    theirs: SharedBy = {b: {} for b in other}
+    say = _counted(tell, "in turns on one worker", len(mine) * len(other), 0.0, 0.8)
+    for a, work in mine.items():
+        for b, beside in other.items():
+            say(f"{a}, {b}")
+            by_share = [interference.in_shares(together, [work, beside], [share, 1.0 - share]) for share in SHARES]
+            ours[a][b] = _shared([seconds[0] / alone_s[0][a] for seconds in by_share])
+            theirs[b][a] = _shared([seconds[1] / alone_s[1][b] for seconds in reversed(by_share)])
+    return ours, theirs
+
+
+def _beside(together: Together, mine: Classes, other: Classes, tell: Tell) -> tuple[FactorBy, FactorBy]:
+    """Of each side: ``[a][b]`` is how many times longer a takes while neighbours run b of the other side, than while
+    they run a too."""
+    like_s = [
+        {name: interference.beside(together, work, work)[parity] for name, work in side.items()}
+        for parity, side in enumerate((mine, other))
+    ]
+    ours: FactorBy = {a: {} for a in mine}
+    theirs: FactorBy = {b: {} for b in other}
+    say = _counted(tell, "beside neighbours", len(mine) * len(other), 0.8, 1.0)
+    for a, work in mine.items():
+        for b, neighbours in other.items():
+            say(f"{a}, {b}")
+            even_s, odd_s = interference.beside(together, work, neighbours)
+            ours[a][b], theirs[b][a] = even_s / like_s[0][a], odd_s / like_s[1][b]
+    return ours, theirs
+
+
+def _shared(factors: list[float]) -> Shared:
+    low, middle, high = factors
+    return low, middle, high
+
+
+def _counted(tell: Tell, what: str, count: int, start: float, end: float) -> Callable[[str], None]:
+    """Tells of each of ``count`` things, of which the first is at ``start`` and the last just before ``end``."""
+    done = iter(range(count))
+    return lambda name: tell(f"{what}: {name}", start + (end - start) * next(done) / count)

@@ -1,0 +1,1 @@
+"""How do jobs come and go? `longtail up`, and what talks to it."""
