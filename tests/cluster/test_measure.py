@@ -457,30 +457,30 @@ class Clock:
 
 
 @pytest.mark.parametrize("share", [1 / 3, 1 / 2, 2 / 3])
-def test_work_in_turns_has_its_share_of_the_time_and_pays_for_cold_caches_only_when_it_returns(monkeypatch, share):
-    clock, order = Clock(), list[str]()
+@pytest.mark.parametrize("drift", [0.0, 0.05])
+def test_work_in_turns_has_its_share_and_pays_for_cold_caches_only_when_it_returns(monkeypatch, share, drift):
+    """Also on a machine that becomes slower meanwhile."""
+    clock, before = Clock(), ""
     monkeypatch.setattr(measure_interference, "time", clock)
     quanta_s = {"short": 0.01, "long": 0.1}
 
     def work(name: str) -> float:
-        seconds = quanta_s[name] + (0.02 if order and order[-1] != name else 0.0)
-        order.append(name)
+        nonlocal before
+        seconds = (quanta_s[name] + (0.02 if before not in ("", name) else 0.0)) * (1.0 + drift * clock.now)
+        before = name
         clock.now += seconds
         return seconds
 
-    together = Together(LocalCommunicator())
-    short_s, long_s = measure_interference.in_shares(
-        together, [lambda: work("short"), lambda: work("long")], [share, 1.0 - share]
+    ((short, long),) = measure_interference.in_shares(
+        Together(LocalCommunicator()), lambda: work("short"), lambda: work("long"), [share]
     )
-    assert long_s == pytest.approx(0.12)  # each follows a short one
-    order = order[2:]  # the first of each are for warming up
-    taken = order.count("short") * short_s
-    assert taken / (taken + order.count("long") * long_s) == pytest.approx(share, abs=0.12)
-    in_a_row = order.count("short") / order.count("long")
-    assert short_s == pytest.approx(0.01 + 0.02 / in_a_row, rel=0.25)
+    assert long == pytest.approx(1.2, rel=0.1)  # each follows a short one
+    # In the time of one long quantum: n short ones, of which the first finds cold caches.
+    n = (0.12 * share / (1.0 - share) - 0.02) / 0.01
+    assert short == pytest.approx(1.0 + 2.0 / n, rel=0.25)
 
 
-def test_alone_in_turns_is_just_what_it_takes(monkeypatch):
+def test_work_that_does_not_mind_company_has_a_factor_of_one(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(measure_interference, "time", clock)
     pause = iter([5.0] + [0.0] * 10**6)  # while nothing counts yet
@@ -490,4 +490,5 @@ def test_alone_in_turns_is_just_what_it_takes(monkeypatch):
         clock.now += seconds
         return seconds
 
-    assert measure_interference.in_shares(Together(LocalCommunicator()), [work], [1.0]) == [pytest.approx(0.01)]
+    found = measure_interference.in_shares(Together(LocalCommunicator()), work, work, [0.3, 0.5])
+    assert found == [(pytest.approx(1.0), pytest.approx(1.0))] * 2

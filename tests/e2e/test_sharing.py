@@ -228,8 +228,6 @@ def test_no_decision_of_any_planner_changes_what_is_learned(tmp_path, alone, mon
     monkeypatch.setattr("longtail.runtime.conductor.share", Whims(seed))
     together = share(tmp_path, "tails and texts", ANYTHING, workers=workers, tp=tp)
     assert_nothing_else_was_learned(together, alone, "tails and texts", workers=workers)
-    placed = [e for e in together.record.events if isinstance(e, MoveMade) and e.move == "place"]
-    assert placed
     if tp == 1:  # a rollout in tensor-parallel groups cannot be moved
         assert any(e.moved_bytes > 0 or e.recomputed_tokens > 0 for e in carried_out(together))
 
@@ -263,7 +261,7 @@ def test_a_worker_that_dies_while_samples_are_moved_about_changes_nothing_that_i
     killed = []
 
     def kill_once(event, cluster, controller):
-        if isinstance(event, MoveMade) and event.move in ("merge", "spread") and event.step == 1 and not killed:
+        if isinstance(event, MoveMade) and event.move in ("merge", "spread") and not killed:
             killed.append(event)
             cluster.kill(1)
 

@@ -5,6 +5,7 @@ Neighbours share the memory's bandwidth and the last cache; quanta in turns on o
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,8 @@ WINDOW_QUANTA = 4
 """A window lasts for so many quanta of the slower class."""
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.05, 3.0
 ROUNDS, ROUND_CYCLES, ROUNDS_S = 3, 2, 1.0
-"""Of quanta by share: the median round counts, each of which has about so many turns of the one that has fewest; fewer
-of both where quanta are long, so that all rounds together take about so many seconds, or one cycle."""
+"""Of quanta by share: the median round counts, in which each share has about so many turns of the one that has fewest;
+fewer of both where quanta are long, so that all rounds of a share take about so many seconds, or one cycle."""
 
 
 def alone(together: Together, classes: Classes) -> dict[str, float]:
@@ -65,35 +66,46 @@ def in_turns(together: Together, classes: Classes, alone_s: Mapping[str, float])
     return slowdowns
 
 
-def in_shares(together: Together, works: Sequence[Work], shares: Sequence[float]) -> list[float]:
-    """Mean seconds of a quantum of each of ``works``, which have these ``shares`` of the first worker's time.
+def in_shares(together: Together, first: Work, second: Work, shares: Sequence[float]) -> list[tuple[float, float]]:
+    """For each of ``shares`` that ``first`` has of the first worker's time: how many times longer a quantum of it takes
+    than alone, and one of ``second``, which has the rest.
 
     Whose turn it is follows from the rule of the workers, so that short quanta come in rows between long ones: those
-    that follow their like find warm caches, and count as they come.
+    that follow their like find warm caches, and count as they come. Both are measured alone in each round anew, since
+    a machine may become slower meanwhile.
     """
-    seconds = _in_rounds(works, shares) if together.rank == 0 else [0.0] * len(works)
-    return [together.all(mean_s)[0] for mean_s in seconds]
+    found = _factors(first, second, shares) if together.rank == 0 else [(0.0, 0.0)] * len(shares)
+    return [(together.all(a)[0], together.all(b)[0]) for a, b in found]
 
 
-def _in_rounds(works: Sequence[Work], shares: Sequence[float]) -> list[float]:
+def _factors(first: Work, second: Work, shares: Sequence[float]) -> list[tuple[float, float]]:
+    cycle_s = max(first(), second()) / min(min(share, 1.0 - share) for share in shares)
+    rounds = max(1, min(ROUNDS, int(ROUNDS_S / cycle_s)))
+    window_s = min(max(ROUND_CYCLES * cycle_s, LEAST_WINDOW_S), ROUNDS_S / rounds)
+    factors: list[list[tuple[float, float]]] = [[] for _ in shares]
+    for _ in range(rounds):
+        alone_s = [_means_s([work], [1.0], window_s / 2)[0] for work in (first, second)]
+        for share, found in zip(shares, factors, strict=True):
+            a_s, b_s = _means_s([first, second], [share, 1.0 - share], window_s)
+            found.append((a_s / alone_s[0], b_s / alone_s[1]))
+    return [(statistics.median(a for a, _ in found), statistics.median(b for _, b in found)) for found in factors]
+
+
+def _means_s(works: Sequence[Work], shares: Sequence[float], window_s: float) -> list[float]:
+    """Mean seconds of a quantum of each in a window that begins when each has had one, and has at least one of each."""
     by_name = {str(number): work for number, work in enumerate(works)}
     fair = FairShare()
     fair.weigh(zip(by_name, shares, strict=True))
-    cycle_s = max(work() / share for work, share in zip(works, shares, strict=True))
-    rounds = max(1, min(ROUNDS, int(ROUNDS_S / cycle_s)))
-    window_s = min(max(ROUND_CYCLES * cycle_s, LEAST_WINDOW_S), ROUNDS_S / rounds)
-    means: dict[str, list[float]] = {name: [] for name in by_name}
-    for _ in range(rounds):
-        times: dict[str, list[float]] = {name: [] for name in by_name}
-        start = time.perf_counter()
-        while time.perf_counter() - start < window_s or not all(times.values()):
-            name = fair.next(by_name)
-            assert name is not None
-            times[name].append(by_name[name]())
-            fair.used(name, times[name][-1], [other for other in by_name if other != name])
-        for name, taken in times.items():
-            means[name].append(statistics.fmean(taken))
-    return [statistics.median(each) for each in means.values()]
+    times: dict[str, list[float]] = {name: [] for name in by_name}
+    begun = math.inf
+    while time.perf_counter() - begun < window_s or not all(times.values()):
+        name = fair.next(by_name)
+        assert name is not None
+        times[name].append(by_name[name]())
+        fair.used(name, times[name][-1], [other for other in by_name if other != name])
+        if begun == math.inf and all(times.values()):
+            begun, times = time.perf_counter(), {name: [] for name in by_name}
+    return [statistics.fmean(taken) for taken in times.values()]
 
 
 def _median_within(work: Work, window_s: float) -> float:

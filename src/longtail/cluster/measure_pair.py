@@ -58,29 +58,21 @@ FactorBy = dict[str, dict[str, float]]
 
 def _in_turns(together: Together, mine: Classes, other: Classes, tell: Tell) -> tuple[SharedBy, SharedBy]:
     """Of each side: ``[a][b]`` are the factors of a beside b of the other side, at each of ``SHARES``."""
-    alone_s = [
-        {name: interference.in_shares(together, [work], [1.0])[0] for name, work in side.items()}
-        for side in (mine, other)
-    ]
     ours: SharedBy = {a: {} for a in mine}
     theirs: SharedBy = {b: {} for b in other}
     say = _counted(tell, "in turns on one worker", len(mine) * len(other), 0.0, 0.8)
     for a, work in mine.items():
         for b, beside in other.items():
             say(f"{a}, {b}")
-            by_share = [interference.in_shares(together, [work, beside], [share, 1.0 - share]) for share in SHARES]
-            ours[a][b] = _shared([seconds[0] / alone_s[0][a] for seconds in by_share])
-            theirs[b][a] = _shared([seconds[1] / alone_s[1][b] for seconds in reversed(by_share)])
+            by_share = interference.in_shares(together, work, beside, SHARES)
+            ours[a][b] = _shared([factor for factor, _ in by_share])
+            theirs[b][a] = _shared([factor for _, factor in reversed(by_share)])
     return ours, theirs
 
 
 def _beside(together: Together, mine: Classes, other: Classes, tell: Tell) -> tuple[FactorBy, FactorBy]:
     """Of each side: ``[a][b]`` is how many times longer a takes while neighbours run b of the other side, than while
     they run a too."""
-    like_s = [
-        {name: interference.beside(together, work, work)[parity] for name, work in side.items()}
-        for parity, side in enumerate((mine, other))
-    ]
     ours: FactorBy = {a: {} for a in mine}
     theirs: FactorBy = {b: {} for b in other}
     say = _counted(tell, "beside neighbours", len(mine) * len(other), 0.8, 1.0)
@@ -88,7 +80,8 @@ def _beside(together: Together, mine: Classes, other: Classes, tell: Tell) -> tu
         for b, neighbours in other.items():
             say(f"{a}, {b}")
             even_s, odd_s = interference.beside(together, work, neighbours)
-            ours[a][b], theirs[b][a] = even_s / like_s[0][a], odd_s / like_s[1][b]
+            ours[a][b] = even_s / interference.beside(together, work, work)[0]
+            theirs[b][a] = odd_s / interference.beside(together, neighbours, neighbours)[1]
     return ours, theirs
 
 

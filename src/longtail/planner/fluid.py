@@ -74,6 +74,9 @@ PART, ROLLS, OPEN, LONGEST, BEFORE, SAMPLED, TRAINED, TRAINS, LEFT, WHOLE, PULL 
 """Columns of ``steps`` [P, 11], of a pipeline: which part of a rollout runs (NOTHING: none), for which step, in how
 many cells it has not ended, its longest cell, and that of the part before; how many steps have been sampled and
 trained; whether one is trained, with worker-seconds LEFT of WHOLE, of which all cells take PULL a second."""
+AROUND = 3
+"""Row of ``beside`` [4, N]: by how much all other workers lengthen work of each kind in the cell that is looked at. The
+first three: what all work on the same worker adds to it, at each share of :class:`Factors`, times its weight."""
 READY_AT, BEGAN = range(2)
 """Of ``times`` [P, RING, 2]: when the scores of a step are there, and when it began."""
 
@@ -88,16 +91,20 @@ def flow(now, then, about, weights, sizes, factors, horizon_s):
     place, cell = np.zeros((pipelines, cells, 5)), np.zeros((cells, 3))
     steps, times = np.zeros((pipelines, 11)), np.zeros((pipelines, RING, 2))
     load, wants = np.zeros((cells + 1, len(factors.near))), np.zeros(pipelines)
+    beside = np.zeros((4, len(factors.near)))
     done, slow_now, slow = np.zeros(pipelines), np.zeros(pipelines), np.zeros(pipelines)
     finished, rollout_s = np.full(pipelines, np.inf), np.full(pipelines, np.inf)
     time_s, unfinished = 0.0, pipelines
+    known = factors.known
+    # From here on by (what is beside, whose work): what is added to 1.
+    same, near = factors.same.transpose(0, 2, 1).copy() - 1.0, factors.near.T.copy() - 1.0
     for c in range(cells):
         cell[c, NEXT], cell[c, STALE_CELL] = np.inf, 1.0
     for p in range(pipelines):
         _enter(p, now, about, place, cell, steps, times)
     for _ in range(MOST_EVENTS):
         _start(time_s, now, then, about, place, cell, steps, times)
-        _share(time_s, place, cell, steps, about, weights, sizes, factors, load, wants)
+        _share(time_s, place, cell, steps, about, weights, sizes, same, near, known, load, wants, beside)
         until_s = _next_s(time_s, horizon_s, cell, steps, times)
         for p in range(pipelines):
             if steps[p, TRAINS] > 0.0 and steps[p, LEFT] > 0.0:
@@ -127,9 +134,9 @@ def flow(now, then, about, weights, sizes, factors, horizon_s):
                     wait_s = max(wait_s, 0.5 * about[q, QUANTUM])
             first = steps[p, TRAINED] == 0.0
             lasts_s = wait_s + (about[p, UPDATE_NOW] if first else about[p, UPDATE])
-            _settle(time_s, place, cell)
             for c in range(cells):
-                cell[c, AT], cell[c, STALE_CELL] = time_s + lasts_s, 1.0
+                cell[c, AT] += lasts_s
+                cell[c, NEXT] += lasts_s
             time_s += lasts_s
             done[p] += about[p, WORTH_NOW] if first else about[p, WORTH]
             taken_s = time_s - times[p, int(steps[p, TRAINED]) % RING, BEGAN]
@@ -289,9 +296,9 @@ def _end(time_s, place, cell, steps):
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _share(time_s, place, cell, steps, about, weights, sizes, factors, load, wants):
+def _share(time_s, place, cell, steps, about, weights, sizes, same, near, known, load, wants, beside):
     """How fast everything goes on from now on, in cells where somebody has begun or ended."""
-    if factors.known:
+    if known:
         _look_around(place, cell, steps, about, weights, sizes, load)
     neighbours = max(sizes.sum() - 1.0, TINY)
     for c in range(len(cell)):
@@ -308,6 +315,8 @@ def _share(time_s, place, cell, steps, about, weights, sizes, factors, load, wan
                 wants[p] = weights[p] * place[p, c, PART_BUSY]
             total += wants[p]
         cell[c, AT], cell[c, NEXT], cell[c, STALE_CELL] = time_s, np.inf, 0.0
+        if known:
+            _look_at(c, total, load, neighbours, same, near, beside)
         for p in range(len(place)):
             steps[p, PULL] -= place[p, c, PULLS]
             place[p, c, RATE] = place[p, c, PULLS] = 0.0
@@ -320,16 +329,15 @@ def _share(time_s, place, cell, steps, about, weights, sizes, factors, load, wan
             seen = int(about[p, KIND_TRAIN] if trains else place[p, c, PART_KIND])
             if rolls:
                 rate = 0.5 * share if trains else share
-                if factors.known:
-                    kind, own = int(place[p, c, PART_KIND]), wants[p]
-                    rate /= _longer(c, kind, seen, own, others, share, load, sizes[c], neighbours, factors)
+                if known:
+                    kind = int(place[p, c, PART_KIND])
+                    rate /= _longer(kind, seen, wants[p], others, share, same, beside)
                 place[p, c, RATE] = rate
                 cell[c, NEXT] = min(cell[c, NEXT], time_s + place[p, c, REST] / rate)
             if trains:
                 rate = (1.0 - 0.5 * place[p, c, PART_BUSY]) * share if rolls else share
-                if factors.known:
-                    own = wants[p]
-                    rate /= _longer(c, seen, seen, own, others, share, load, sizes[c], neighbours, factors)
+                if known:
+                    rate /= _longer(seen, seen, wants[p], others, share, same, beside)
                 place[p, c, PULLS] = sizes[c] * rate
                 steps[p, PULL] += place[p, c, PULLS]
 
@@ -362,32 +370,42 @@ def _look_around(place, cell, steps, about, weights, sizes, load):
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _longer(c, kind, seen, wants, others, share, load, workers, neighbours, factors):
-    """How many times longer work of a ``kind`` takes in cell ``c``, of so many ``workers``, beside the ``load`` of all
-    cells, which has what the pipeline itself ``wants`` here under the kind that it is ``seen`` as."""
-    here = everywhere = 1.0
-    last, total = len(load) - 1, wants + others
-    for k in range(load.shape[1]):
+def _look_at(c, total, load, neighbours, same, near, beside):
+    """What work of each kind finds in cell ``c``, of whose time ``total`` is wanted: see :data:`AROUND`."""
+    last, kinds = len(load) - 1, load.shape[1]
+    for a in range(kinds):
+        beside[0, a] = beside[1, a] = beside[2, a] = 0.0
+        beside[AROUND, a] = 1.0
+    for b in range(kinds):
         # One of the cell's workers is this one; the others are its neighbours.
-        elsewhere = load[last, k] - load[c, k] / total
+        elsewhere = (load[last, b] - (load[c, b] / total if total > 0.0 else 0.0)) / neighbours
         if elsewhere > TINY:
-            everywhere += elsewhere / neighbours * (factors.near[kind, k] - 1.0)
-        beside = load[c, k] - (wants if k == seen else 0.0)
-        if beside > TINY and others > 0.0:
-            here += beside / others * (_at(factors.same, kind, k, share) - 1.0)
-    return here * everywhere
+            for a in range(kinds):
+                beside[AROUND, a] += elsewhere * near[b, a]
+        here = load[c, b]
+        if here > 0.0:
+            for a in range(kinds):
+                beside[0, a] += here * same[0, b, a]
+                beside[1, a] += here * same[1, b, a]
+                beside[2, a] += here * same[2, b, a]
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _at(same, a, b, share):
-    """The factor at this share of the time: linear between those known, and to 1 at a share of 1."""
-    if share <= 1.0 / 3.0:
-        return same[0, a, b]
+def _longer(kind, seen, wants, others, share, same, beside):
+    """How many times longer work of a ``kind`` takes in a cell, by what is ``beside`` it. That has what the pipeline
+    itself ``wants`` here, under the kind that it is ``seen`` as. Factors are linear in the share between those that are
+    known, and to 1 at a share of 1."""
+    if others <= TINY * wants:
+        return beside[AROUND, kind]
     if share <= 0.5:
-        return same[0, a, b] + (share - 1.0 / 3.0) * 6.0 * (same[1, a, b] - same[0, a, b])
-    if share <= 2.0 / 3.0:
-        return same[1, a, b] + (share - 0.5) * 6.0 * (same[2, a, b] - same[1, a, b])
-    return same[2, a, b] + (share - 2.0 / 3.0) * 3.0 * (1.0 - same[2, a, b])
+        low, part = 0, max(0.0, share - 1.0 / 3.0) * 6.0
+    else:
+        low, part = 1, min(share - 0.5, 1.0 / 6.0) * 6.0
+    here = (1.0 - part) * (beside[low, kind] - wants * same[low, seen, kind])
+    here += part * (beside[low + 1, kind] - wants * same[low + 1, seen, kind])
+    if share > 2.0 / 3.0:
+        here *= 3.0 * (1.0 - share)
+    return (1.0 + here / others) * beside[AROUND, kind]
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")

@@ -151,6 +151,8 @@ class StepWiden:
         """The samples that have not ended; None when some of them have not been heard of (yet)."""
         if self._samples is None or self._over:
             return NOBODY
+        if self._under_way is not None:  # who gives a sample and who gets it may both have told of it
+            return None
         return self._samples.expected(self.layout, self._alive, self._remaining, dispatched=self._dispatched)
 
     # -- a rollout --------------------------------------------------------------------------------------------
