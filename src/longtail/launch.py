@@ -135,7 +135,7 @@ class Run:
         """All about one checked pipeline; its rewards are loaded. Raises ``ConfigError`` if they cannot be."""
         config, found = job_file.jobs.pipelines[name], checked.pipelines[name]
         policy = self.jobs.policy
-        company = self._shared and checked.workers > 1 and policy.corun == "auto"
+        company = self._shared and checked.workers > 1 and policy.corun in ("auto", "greedy")
         spec = RewardSpec(
             task=config.task,
             task_args=config.task_args,
@@ -165,7 +165,7 @@ class Run:
     def compile_for(self, checked: CheckedJobs, job_file: JobFile) -> None:
         """What is compiled on first use, before it is needed: kernels now, the planner meanwhile."""
         compile_for(checked, job_file, tell=self.tell)
-        if not self._warm and _plans_layouts(checked, job_file):
+        if not self._warm and checked.workers > 1 and (self._shared or _plans_layouts(job_file)):
             self._warm = True
             threading.Thread(target=_warm_up_planner, name="warm up", daemon=True).start()
 
@@ -238,8 +238,8 @@ def compile_for(checked: CheckedJobs, job_file: JobFile, *, tell: Callable[[str]
             compile_kernels(DTYPES[dtype])
 
 
-def _plans_layouts(checked: CheckedJobs, job_file: JobFile) -> bool:
-    return checked.workers > 1 and any(isinstance(p.rollout.tp, str) for p in job_file.jobs.pipelines.values())
+def _plans_layouts(job_file: JobFile) -> bool:
+    return any(isinstance(p.rollout.tp, str) for p in job_file.jobs.pipelines.values())
 
 
 def start_cluster(checked: CheckedJobs, jobs: Jobs, *, tell: Callable[[str], None]) -> Cluster:

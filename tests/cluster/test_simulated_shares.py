@@ -12,6 +12,7 @@ from longtail.core.types import SubStage
 from longtail.costs.decode import DecodeCosts
 from longtail.costs.worker import WorkerCosts
 from simulated_driven import Driven, config
+from simulated_run import pipeline, simulate
 
 STEP_S = 0.001
 DECODE = DecodeCosts(base_s=STEP_S, per_sequence_s=0.0)
@@ -90,3 +91,12 @@ def test_a_pipeline_alone_takes_as_long_whatever_its_weight():
     assert ends(driven)["a"] == pytest.approx(0.5)
     driven.stop()
     assert sum(span.busy_s for span in driven.spans(0, SubStage.DECODE, "a")) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pipeline_of_priority_4_is_over_long_before_an_equal_one_of_priority_1(tmp_path, workers):
+    jobs = {"much": pipeline(priority=4.0, steps=6), "little": pipeline(priority=1.0, steps=6)}
+    done = simulate(jobs, [[40] * 8] * 12, tmp_path, workers=workers)
+    start = min(event.t for event in done.record.events)
+    over = {e.pipeline: e.t - start for e in done.record.events if e.kind == "pipeline_ended"}
+    assert over["much"] < 0.8 * over["little"]

@@ -37,7 +37,7 @@ def jobs(look: Outlook, choice: Choice, *, micros: int = 40) -> list[Job]:
     """The same pipelines, in quanta."""
     found = []
     for prospect, begin, weight in zip(look.prospects, choice.begins, choice.weights, strict=True):
-        own = prospect._draft.on(begin.cells)
+        own = prospect.typical.draft.on(begin.cells)
         bounds = np.concatenate(
             [
                 np.zeros(begin.first, np.int64),

@@ -54,7 +54,7 @@ def test_a_stale_rollout_waits_for_an_earlier_update_and_for_the_rollout_before_
 
 def test_a_merged_tail_is_a_second_part_that_waits_for_the_first() -> None:
     shared = look(shape(long_tailed(64)), workers=8)
-    parts = shared.prospects[0].parts(8, True, now=False)
+    parts = shared.prospects[0].typical.parts(8, True)
     assert len(parts) == 2
     found = graph("a", [shared.prospects[0].work(Begin(0, 8, True))], shared.cells.sizes)
     merged = [node for node in found.nodes if node.cell is not None and len(node.after) > 1]

@@ -9,9 +9,10 @@ import pytest
 
 from longtail.costs.table import CostTable
 from longtail.planner.cells import Cells, Draft
-from longtail.planner.merge import LATENCY, Alternative, Carry, Present, What, alternatives, rollout
+from longtail.planner.merge import Alternative, Present, What, alternatives
 from longtail.planner.solo import Steps, solo
 from longtail.planner.state import Live, PipelineState, Stage
+from longtail.planner.tail import LATENCY, Carry, rollout
 from planner.clusters import costs, live, long_tailed, pipeline, shape
 
 WORKERS = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from longtail.cluster.messages import Shares
 from longtail.core.config import SharingPolicy
 from longtail.core.events import Planned, StepEnded
-from longtail.planner.state import Mode, Relocation, Sharing
+from longtail.planner.state import Mode, Relocation, Sharing, Stage
 from longtail.runtime import conductor
 from longtail.runtime.conductor import Conductor
 from longtail.runtime.turns import By, Turns
@@ -37,10 +38,12 @@ class Driver:
     over: bool = False
     known: bool = True
     begin_on: tuple[int, ...] | None = None
+    plan: Any = field(default_factory=lambda: SimpleNamespace(config=SimpleNamespace(priority=1.0)))
+    at: SimpleNamespace | None = None
     relocations: list[Relocation] = field(default_factory=list)
 
-    def state(self, now: float) -> str | None:
-        return f"state of {self.name}" if self.known else None
+    def state(self, now: float) -> Any:
+        return (self.at or f"state of {self.name}") if self.known else None
 
     def relocate(self, relocation: Relocation) -> None:
         self.relocations.append(relocation)
@@ -167,6 +170,32 @@ def test_predictions_that_keep_being_wrong_are_not_relied_on(scene):
     assert scene.planner.asked[-1]["trust"]
 
 
+def test_predictions_are_tried_again_after_some_steps_without_any(scene):
+    scene.decide(sharing(rates={"a": 0.5, "b": 0.5}))
+    for name in "ab":
+        scene.conductor.observe(StepEnded(pipeline=name, step=1, metrics={"slowdown": 8.0}))
+    scene.decide(sharing())  # as greedy answers: without a prediction
+    assert not scene.planner.asked[-1]["trust"]
+    for _ in range(8):
+        for name in "ab":
+            scene.conductor.observe(StepEnded(pipeline=name, step=1, metrics={"slowdown": 8.0}))
+    scene.decide(sharing())
+    assert scene.planner.asked[-1]["trust"]
+
+
+def test_a_new_pipeline_does_not_inherit_from_one_of_its_name(scene):
+    scene.decide(sharing(rates={"a": 0.5}, weights={"a": 4.0}))
+    scene.conductor.observe(StepEnded(pipeline="a", step=1, metrics={"slowdown": 40.0}))
+    gone = scene.drivers.pop("a")
+    scene.drivers["c"] = Driver("c")
+    scene.decide(sharing(weights={"b": 1.0, "c": 1.0}))
+    scene.drivers["a"] = Driver(gone.name)
+    scene.sent.clear()
+    scene.decide(sharing(weights={"a": 4.0, "b": 1.0, "c": 1.0}))
+    assert scene.planner.asked[-1]["trust"]
+    assert [dict(c.weights) for _, c in scene.sent] == [{"a": 4.0}] * 2
+
+
 def test_while_nothing_changes_the_planner_is_asked_now_and_then(scene):
     scene.decide(sharing())
     asked = len(scene.planner.asked)
@@ -180,7 +209,24 @@ def test_while_nothing_changes_the_planner_is_asked_now_and_then(scene):
 def test_the_last_one_left_gets_everything_back(scene):
     scene.decide(sharing(Mode.HOLD, begin={"a": (0,), "b": (1,)}))
     scene.drivers["b"].over = True
-    scene.conductor.turn()
+    scene.drivers["a"].at = SimpleNamespace(stage=Stage.TRAIN, workers=(0,), degree=1)
+    scene.decide(sharing(begin={"a": (0, 1)}))
     assert scene.drivers["a"].begin_on is None
     assert scene.turns.by is By.NOTHING
     assert not scene.conductor.contended("a")
+    asked = len(scene.planner.asked)
+    scene.drivers["a"].step += 1
+    scene.conductor.turn()
+    assert len(scene.planner.asked) == asked, "there is nothing more to decide"
+
+
+def test_a_rollout_of_the_last_one_left_spreads_over_the_workers_that_got_free(scene):
+    scene.decide(sharing(begin={"a": (0,), "b": (1,)}))
+    scene.drivers["b"].over = True
+    scene.drivers["a"].at = SimpleNamespace(stage=Stage.ROLLOUT, workers=(0,), degree=1)
+    move = Relocation(pipeline="a", kind="spread", to=(0, 1), reason="", gain_s=2.0, cost_s=0.1, rest_s=3.0)
+    scene.decide(sharing(relocations=(move,)))
+    assert scene.drivers["a"].relocations == [move]
+    scene.drivers["a"].at = SimpleNamespace(stage=Stage.ROLLOUT, workers=(0, 1), degree=1)
+    scene.decide(sharing())
+    assert scene.drivers["a"].begin_on is None

@@ -180,12 +180,11 @@ def test_workers_that_cannot_be_replaced_end_a_controller_that_was_to_keep_runni
 
 
 def test_a_fresh_worker_is_told_the_weights_that_the_others_have(tmp_path):
-    world = World(tmp_path, {"a": pipeline(steps=3, checkpoint__every=1), "b": pipeline(steps=3)})
+    jobs = {"a": pipeline(steps=3, checkpoint__every=1, priority=2.0), "b": pipeline(steps=3, priority=3.0)}
+    world = World(tmp_path, jobs)
     sent = []
     send = world.cluster.send
     world.cluster.send = lambda worker, commands: (sent.extend((worker, c) for c in commands), send(worker, commands))
-    for worker in range(2):
-        world.controller._send(worker, Shares(weights=(("a", 2.0), ("b", 3.0))))
     at(world, StageEntered, lambda: world.cluster.kill(1), stage="rollout", step=1)
     world.run()
     told = [worker for worker, c in sent if isinstance(c, Shares) and dict(c.weights) == {"a": 2.0, "b": 3.0}]

@@ -95,6 +95,8 @@ FINE = _Effort(
     train_tokens=256,
 )
 HELD_OUT = 10
+TRAIN_S, TRAIN_GROWTH = 0.1, 4
+"""A training micro-batch that takes longer is large enough to know what a token costs; else it is made larger."""
 
 
 @dataclass(frozen=True)
@@ -301,13 +303,17 @@ class _Profile:
         return replace(costs, handshake_s=handshake_s(self.tenant, self.connections, self.together, group.layout))
 
     def _training(self) -> float:
-        self._say("training")
-        work = Training(
-            self.tenant.trainer,
-            min(self.effort.train_tokens, self.tenant.trainer.train.micro_tokens, self.model.config.max_context),
-            max_tokens=self.rollout.max_tokens,
-        )
-        return self.together.median_s(work.run, self.effort.pace._replace(most=3)) / work.tokens
+        """Of a micro-batch as large as those that a step has, if that does not take too long: small ones cost more for
+        each token."""
+        trainer, most = self.tenant.trainer, self.tenant.trainer.train.micro_tokens
+        tokens = min(self.effort.train_tokens, most)
+        while True:
+            self._say("training")
+            work = Training(trainer, tokens, max_tokens=self.rollout.max_tokens)
+            seconds = self.together.median_s(work.run, self.effort.pace._replace(most=3))
+            if tokens == most or seconds > TRAIN_S:
+                return seconds / work.tokens
+            tokens = min(TRAIN_GROWTH * tokens, most)
 
     def _interference(
         self, prefill: PrefillCosts, train_token_s: float, decode: DecodeGrid

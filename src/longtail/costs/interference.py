@@ -40,6 +40,7 @@ ROUNDING = 1e-6
 
 Shared = tuple[float, float, float]
 """Factors at each of ``SHARES``."""
+ALONE: Shared = (1.0, 1.0, 1.0)
 
 
 def model_of(key: TableKey) -> str:
@@ -77,6 +78,10 @@ class Interference:
             raise ValueError(f"a share of a worker's time is in [0, 1], not {share}")
         known = self.same.get((work, beside), self.same.get((work, alike)))
         return 1.0 if known is None else _at(known, share)
+
+    def shared(self, work: Work, beside: Work) -> Shared:
+        """:meth:`factor` on the same worker, at each of ``SHARES``."""
+        return self.same.get((work, beside), self.same.get((work, (work[0], beside[1])), ALONE))
 
     def among(self, work: Work, beside: Mapping[Work, float], *, share: float) -> float:
         """The factor of ``work`` with a ``share`` of a worker on which others are too, by their parts of the rest."""

@@ -59,12 +59,8 @@ class DecodeGrid:
     @cached_property
     def lines(self) -> StepCosts:
         """Of each measured batch: the line that is nearest in relative terms."""
-        fits = [
-            _line(batch * np.array(self.contexts, float), np.array(row))
-            for batch, row in zip(self.batches, self.seconds, strict=True)
-        ]
-        base, slope = np.array(fits).T
-        return StepCosts(np.ascontiguousarray(base), np.ascontiguousarray(slope))
+        tokens = np.array(self.batches, float)[:, None] * np.array(self.contexts, float)
+        return StepCosts(*_lines(tokens, np.array(self.seconds)))
 
     def at(self, batch: np.ndarray) -> StepCosts:
         """Of each ``batch`` (numbers above 0, not necessarily whole)."""
@@ -193,11 +189,21 @@ class CostTable:
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """(intercept, slope) with the least squared relative errors, both at least 0; ``y`` [n] is positive."""
+    intercept, slope = _lines(x[None, :], y[None, :])
+    return float(intercept[0]), float(slope[0])
+
+
+def _lines(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same of each row of ``x`` and ``y`` [m, n]: ([m], [m])."""
     weight = 1.0 / y**2
-    weight /= weight.sum()
-    mean_x, mean_y = weight @ x, weight @ y
-    spread = weight @ (x - mean_x) ** 2
-    slope = max(0.0, weight @ ((x - mean_x) * (y - mean_y)) / spread) if spread > 0 else 0.0
-    if (intercept := mean_y - slope * mean_x) < 0:
-        intercept, slope = 0.0, weight @ (x * y) / (weight @ (x * x))
-    return float(intercept), float(slope)
+    weight /= weight.sum(axis=1, keepdims=True)
+    mean_x, mean_y = (weight * x).sum(axis=1), (weight * y).sum(axis=1)
+    off = x - mean_x[:, None]
+    spread = (weight * off * off).sum(axis=1)
+    joint = (weight * off * (y - mean_y[:, None])).sum(axis=1)
+    slope = np.maximum(0.0, np.divide(joint, spread, out=np.zeros_like(joint), where=spread > 0))
+    intercept = mean_y - slope * mean_x
+    if (below := intercept < 0).any():
+        through = (weight * x * y).sum(axis=1) / (weight * x * x).sum(axis=1)
+        intercept, slope = np.where(below, 0.0, intercept), np.where(below, through, slope)
+    return intercept, slope

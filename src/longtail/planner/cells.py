@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numba
 import numpy as np
@@ -34,7 +34,7 @@ class Cells:
     def over(cls, workers: int, pipelines: int) -> Cells:
         """As many as the number of pipelines leaves time for."""
         most = max(FEWEST_CELLS, min(MOST_CELLS, MOST_ENTRIES // max(pipelines, 1)))
-        return cls(workers, min(workers, most))
+        return _cells(workers, min(workers, most))
 
     @cached_property
     def bounds(self) -> np.ndarray:
@@ -74,6 +74,11 @@ class Cells:
         first, last = int(self.of(np.array([min(workers)]))[0]), int(self.of(np.array([max(workers)]))[0])
         whole = set(workers) == set(self.members(first, last + 1 - first))
         return (first, last + 1 - first) if whole else None
+
+
+@cache
+def _cells(workers: int, count: int) -> Cells:
+    return Cells(workers, count)
 
 
 @dataclass(frozen=True)

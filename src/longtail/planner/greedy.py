@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from longtail.planner.merge import Carry, Present
+from longtail.planner.merge import Present
 from longtail.planner.state import ClusterState, Mode, PipelineState, Relocation, Sharing, Stage
+from longtail.planner.tail import Carry
 
 FEW_EACH = 2
 """A tail is merged once at most so many sequences are left for each worker that has any."""

@@ -24,7 +24,7 @@ from typing import Literal
 
 import numpy as np
 
-from longtail.planner import cells, fluid, greedy, merge, solo
+from longtail.planner import cells, fluid, greedy, merge, solo, step_ahead, tail
 from longtail.planner.merge import Alternative, What
 from longtail.planner.outlook import Begin, Choice, Outlook
 from longtail.planner.plans import MARGIN, MARGIN_STEPS
@@ -84,6 +84,8 @@ def warm_up() -> None:
     solo.warm_up()
     cells.warm_up()
     merge.warm_up()
+    tail.warm_up()
+    step_ahead.warm_up()
     fluid.warm_up()
 
 
@@ -190,7 +192,7 @@ class _Search:
 
     def _begins(self, choice: Choice, i: int) -> Iterator[Begin]:
         prospects = self.outlook.prospects
-        densities = [prospects[j].density(begin) for j, begin in enumerate(choice.begins) if j != i]
+        densities = [prospects[j].typical.density(begin) for j, begin in enumerate(choice.begins) if j != i]
         others = np.sum(densities, axis=0)
         for count in self.cells.counts:
             yield Begin(self._least(i, count, others), count, choice.begins[i].merged)

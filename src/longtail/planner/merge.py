@@ -9,23 +9,20 @@ not moved for a short rest: to re-home contexts of tens of thousands of tokens e
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from functools import cached_property
 
 import numba
 import numpy as np
 
-from longtail.costs.table import CostTable
 from longtail.planner.cells import Cells
 from longtail.planner.graph import Part
 from longtail.planner.plans import MARGIN
-from longtail.planner.solo import FEW, RUNS, Sequences, Solo, Steps, longest_first, run, solo
+from longtail.planner.solo import RUNS, Sequences, Solo, Steps, longest_first, solo
 from longtail.planner.state import PipelineState
-
-LATENCY = 1.5
-"""A merge that is planned ahead makes a rollout so many times longer at most, in solo seconds."""
-MOST_MOMENTS = 6
+from longtail.planner.tail import Carry, rollout
 
 
 class What(StrEnum):
@@ -34,22 +31,6 @@ class What(StrEnum):
     """Stay now, and merge when fewer are left."""
     MERGE = "merge"
     SPREAD = "spread"
-
-
-class Carry(NamedTuple):
-    """Seconds of a relocation: ``fixed_s`` once, ``lane_s`` for each token in lanes that a worker gives or takes, or
-    ``token_s`` for each token that it computes again."""
-
-    fixed_s: float
-    move_s: float
-    lane_s: float
-    token_s: float
-
-    @classmethod
-    def of(cls, table: CostTable) -> Carry:
-        switch = table.switch
-        lane_s = table.kv_bytes * table.kv_heads * switch.move_byte_s
-        return cls(switch.handshake_s, switch.move_s, lane_s, table.prefill[1].token_s)
 
 
 @dataclass(frozen=True)
@@ -88,14 +69,18 @@ class Present:
     def on(self, worker: np.ndarray) -> Sequences:
         return Sequences(self.left, self.context, self.admit_s, np.zeros(1, np.int64)).dealt(worker, self.workers)
 
+    @cached_property
+    def held(self) -> np.ndarray:
+        """Sequences of each worker, int64 [W]."""
+        return np.bincount(self.worker, minlength=self.workers)
+
+    @cached_property
+    def _longest_first(self) -> np.ndarray:
+        return np.argsort(-self.left, kind="stable")
+
     def merged(self, to: tuple[int, ...]) -> np.ndarray:
         """The worker [n] of each if all go to ``to``: who is there stays, the others go to who has fewest tokens."""
-        targets = np.array(to)
-        outside = np.flatnonzero(~np.isin(self.worker, targets))
-        tokens = np.bincount(self.worker, self.left, self.workers)[targets]
-        worker = self.worker.copy()
-        worker[outside] = targets[longest_first(self.left[outside], len(targets), tokens)]
-        return worker
+        return _merged(np.array(to), self._longest_first, self.worker, self.left, self.workers)
 
     def spread(self, to: tuple[int, ...]) -> np.ndarray:
         """The same if they are dealt out evenly over ``to``."""
@@ -103,14 +88,7 @@ class Present:
 
     def carry_s(self, worker: np.ndarray, carry: Carry) -> float:
         """Seconds for moving everyone to ``worker`` [n], the busiest worker's; without waiting for steps under way."""
-        moves = (worker != self.worker) & (self.lanes > 0)
-        if not moves.any():
-            return carry.fixed_s
-        lanes_s, anew_s = self.lanes[moves] * carry.lane_s, self.context[moves] * carry.token_s
-        sent = lanes_s < anew_s
-        taken = np.bincount(worker[moves], np.where(sent, lanes_s, anew_s), self.workers)
-        given = np.bincount(self.worker[moves], np.where(sent, lanes_s, 0.0), self.workers)
-        return carry.fixed_s + carry.move_s * bool(sent.any()) + float(max(taken.max(), given.max()))
+        return float(_carry_s(self.worker, worker, self.lanes, self.context, self.workers, *carry))
 
 
 @dataclass(frozen=True)
@@ -152,7 +130,7 @@ def alternatives(
     if not len(present):
         return found
     carry = Carry.of(state.costs)
-    holders = np.flatnonzero(np.bincount(present.worker, minlength=present.workers))
+    holders = np.flatnonzero(present.held)
     step_s = float(steps.base_s[0, min(len(present), steps.base_s.shape[1] - 1)])
     wait_s += step_s
     if merges and state.merges_left > 0 and len(holders) > 1:
@@ -189,9 +167,10 @@ def _moved(
 ) -> Alternative:
     cost_s = present.carry_s(worker, carry) + wait_s
     after = solo(present.on(worker), steps, state.slots)
-    concerned = np.union1d(present.worker, np.array(to))
+    concerned = present.held > 0
+    concerned[list(to)] = True
     after.seconds[concerned] += cost_s
-    return _alternative(what, to, after, cells, cost_s, cost_s * len(concerned))
+    return _alternative(what, to, after, cells, cost_s, cost_s * int(np.count_nonzero(concerned)))
 
 
 def _alternative(
@@ -212,145 +191,64 @@ def _in_cells(part: Part, cells: Cells, offset: int = 0) -> Part:
         part = part.turned(offset)
     if cells.count == cells.workers:
         return part
-    first = cells.bounds[:-1]
-    longest = np.maximum.reduceat(part.solo_s, first)
-    mean = np.add.reduceat(part.solo_s * part.busy, first) / cells.sizes
-    small, prefill = (np.add.reduceat(a, first) / cells.sizes for a in (part.small_s, part.prefill_s))
-    busy = mean / np.maximum(longest, 1e-12)
-    return Part(longest, np.where(longest > 0, busy, 1.0), small / np.maximum(busy, 1e-12), prefill)
-
-
-def rollout(
-    sequences: Sequences, steps: Steps, slots: int, *, stands_for: float, carry: Carry
-) -> tuple[Part, tuple[Part, Part] | None]:
-    """A rollout as it is, and with its tail merged at the moment, and on as many workers, as takes fewest
-    worker-seconds (None if that saves nothing). Each worker of ``sequences`` ``stands_for`` so many."""
-    seconds, small_s, prefill_s, moment_s, on, rest_s, work_s, small = _rollout(
-        *sequences, slots, steps.base_s[0], steps.context_s[0], stands_for,
-        carry.fixed_s + carry.move_s, min(carry.lane_s, carry.token_s), LATENCY,
-    )  # fmt: skip
-    busy = np.ones(len(seconds))
-    whole = Part(seconds, busy, small_s, prefill_s)
-    if on == 0 or work_s > (1.0 - MARGIN) * float(seconds.sum()) * stands_for:
-        return whole, None
-    before_s = np.minimum(seconds, moment_s)
-    first = Part(before_s, busy, np.maximum(small_s - (seconds - before_s), 0.0), prefill_s)
-    cells = -int(-on // stands_for)
-    inside = (np.arange(len(seconds)) < cells).astype(float)
-    second = Part(
-        inside * rest_s, busy * (on / (stands_for * cells)), inside * (rest_s if small else 0.0), inside * 0.0
-    )
-    return whole, (first, second)
+    return Part(*_by_cell(cells.bounds, *part))
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _rollout(
-    left, context, admit_s, bounds, slots, base_s, context_s, stands_for, fixed_s, token_s, latency
-):  # fmt: skip
-    """Of each worker: solo seconds, those of few sequences, of prompts; and of the best moment to merge its tail: that
-    moment, and what :func:`_best_tail` says (on no worker: there is none)."""
-    n, workers = len(left), len(bounds) - 1
-    seconds, small_s, prefill_s = np.zeros(workers), np.zeros(workers), np.zeros(workers)
-    end_s, nothing = np.zeros(n), np.zeros((0, n), np.int64)
-    run(
-        left,
-        context,
-        admit_s,
-        bounds,
-        slots,
-        base_s,
-        context_s,
-        np.zeros(0),
-        seconds,
-        small_s,
-        prefill_s,
-        end_s,
-        nothing,
-    )
-    if n < 2 or workers * stands_for < 2:
-        return seconds, small_s, prefill_s, 0.0, 0, 0.0, 0.0, False
-    ends, moments_s, count, alive = np.sort(end_s), np.zeros(MOST_MOMENTS), 0, n // 2
-    while alive > 0 and count < MOST_MOMENTS:
-        if count == 0 or ends[n - 1 - alive] > moments_s[count - 1]:
-            moments_s[count] = ends[n - 1 - alive]
-            count += 1
-        alive //= 2
-    moments_s = moments_s[:count]
-    rest, scratch = np.zeros((count, n), np.int64), np.zeros((3, workers))
-    run(
-        left,
-        context,
-        admit_s,
-        bounds,
-        slots,
-        base_s,
-        context_s,
-        moments_s,
-        scratch[0],
-        scratch[1],
-        scratch[2],
-        end_s,
-        rest,
-    )
-    best, on, rest_s, work_s, small = _best_tail(
-        rest, left, context, moments_s, seconds, stands_for, slots, base_s, context_s, fixed_s, token_s, latency
-    )
-    return seconds, small_s, prefill_s, moments_s[max(best, 0)], on, rest_s, work_s, small
+def _merged(targets, order, worker, left, workers):
+    """``order``: sequences, longest first."""
+    at, to, load = np.full(workers, -1), worker.copy(), np.zeros(len(targets))
+    for t in range(len(targets)):
+        at[targets[t]] = t
+    for i in range(len(left)):
+        if at[worker[i]] >= 0:
+            load[at[worker[i]]] += left[i]
+    heap = [(load[t], t) for t in range(len(targets))]
+    heapq.heapify(heap)
+    for i in order:
+        if at[worker[i]] < 0:
+            least, t = heapq.heappop(heap)
+            to[i] = targets[t]
+            heapq.heappush(heap, (least + left[i], t))
+    return to
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _best_tail(
-    rest, left, context, moments_s, seconds, stands_for, slots, base_s, context_s, fixed_s, token_s, latency
-):
-    """(moment, workers, solo seconds of each of these, worker-seconds of everything, whether it is of few
-    sequences)."""
-    best, best_on, best_s, best_work_s, few = -1, 0, 0.0, np.inf, False
-    longest_s = seconds.max()
-    for m in range(len(moments_s)):
-        alive = np.flatnonzero(rest[m] > 0)
-        if len(alive) == 0:
-            continue
-        alive = alive[np.argsort(-rest[m][alive])]
-        before_s = 0.0
-        for s in seconds:
-            before_s += min(s, moments_s[m]) * stands_for
-        on = 1
-        while on < len(seconds) * stands_for:
-            # One of `on` workers, the one with the longest of them: every so-many-th in the order of what is left.
-            n = min(int(np.ceil(len(alive) * stands_for / on)), slots)
-            if n < len(alive) * stands_for / on:
-                on *= 2
-                continue
-            read, carried, tokens = 0.0, 0.0, 0.0
-            for i in range(n):
-                j = alive[min(int(i * on / stands_for), len(alive) - 1)]
-                held = context[j] + left[j] - rest[m, j]
-                read += held
-                carried += held * token_s
-                tokens += rest[m, j]
-            time_s, step = fixed_s + carried, 0
-            for i in range(n - 1, -1, -1):
-                j = alive[min(int(i * on / stands_for), len(alive) - 1)]
-                steps, batch = rest[m, j] - step, i + 1
-                if steps > 0:
-                    time_s += steps * base_s[min(batch, len(base_s) - 1)]
-                    time_s += context_s[min(batch, len(base_s) - 1)] * (
-                        steps * read + batch * (steps * (steps - 1) // 2)
-                    )
-                    read += batch * steps
-                    step = rest[m, j]
-                read -= context[j] + left[j]
-            work_s = before_s + on * time_s
-            if work_s < best_work_s and moments_s[m] + time_s <= latency * longest_s:
-                best, best_on, best_s, best_work_s = m, on, time_s, work_s
-                few = tokens <= FEW * rest[m, alive[0]]
-            on *= 2
-    return best, best_on, best_s, best_work_s, few
+def _carry_s(worker, to, lanes, context, workers, fixed_s, move_s, lane_s, token_s):
+    taken, given, sent = np.zeros(workers), np.zeros(workers), False
+    for i in range(len(to)):
+        if to[i] != worker[i] and lanes[i] > 0:
+            if lanes[i] * lane_s < context[i] * token_s:
+                sent = True
+                taken[to[i]] += lanes[i] * lane_s
+                given[worker[i]] += lanes[i] * lane_s
+            else:
+                taken[to[i]] += context[i] * token_s
+    return fixed_s + (move_s if sent else 0.0) + max(taken.max(), given.max())
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _by_cell(bounds, solo_s, busy, small_s, prefill_s):
+    cells = len(bounds) - 1
+    longest_s, mean, small, prefill = np.zeros(cells), np.ones(cells), np.zeros(cells), np.zeros(cells)
+    for c in range(cells):
+        first, last = bounds[c], bounds[c + 1]
+        work_s = 0.0
+        for w in range(first, last):
+            longest_s[c] = max(longest_s[c], solo_s[w])
+            work_s += solo_s[w] * busy[w]
+            small[c] += small_s[w]
+            prefill[c] += prefill_s[w]
+        if longest_s[c] > 0.0:
+            mean[c] = work_s / (last - first) / longest_s[c]
+        small[c] /= (last - first) * max(mean[c], 1e-12)
+        prefill[c] /= last - first
+    return longest_s, mean, small, prefill
 
 
 def warm_up() -> None:
-    """Compile the kernel, or load it."""
-    one = np.ones(1, np.int64)
-    steps = Steps(one, np.ones((1, 2)), np.ones((1, 2)), np.ones(1))
-    sequences = Sequences(one, one, np.array([RUNS]), np.array([0, 1]))
-    rollout(sequences, steps, 1, stands_for=2.0, carry=Carry(0.0, 0.0, 0.0, 0.0))
+    """Compile the kernels, or load them."""
+    one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
+    _merged(none, none, none, one, 1)
+    _carry_s(none, none, one, one, 1, 0.0, 0.0, 0.0, 0.0)
+    _by_cell(np.array([0, 1]), np.ones(1), np.ones(1), np.ones(1), np.ones(1))

@@ -3,21 +3,23 @@ one under way; and what the simulation says about a choice."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from longtail.costs.interference import SHARES, Interference, model_of
+from longtail.costs.interference import Interference, model_of
 from longtail.planner import fluid
-from longtail.planner.alone import Alone, alone_by_draft, alone_rollout_s
-from longtail.planner.cells import Cells, Draft
+from longtail.planner.alone import Alone, alone_rollout_s
+from longtail.planner.cells import Cells
 from longtail.planner.fluid import COLUMNS, Factors, Flow, flow
-from longtail.planner.graph import CLASSES, TRAIN, Graph, Part, StepWork, graph, step_work, train_work_s
-from longtail.planner.merge import Alternative, Carry, Present, alternatives, rollout
+from longtail.planner.graph import CLASSES, TRAIN, Graph, StepWork, graph, step_work, train_work_s
+from longtail.planner.merge import Alternative, Present, alternatives
 from longtail.planner.solo import Steps
+from longtail.planner.remembered import Remembered
 from longtail.planner.state import ClusterState, PipelineState, Stage, StepShape
+from longtail.planner.step_ahead import Begin, StepAhead, as_row, step_ahead, steps_of
 
 HORIZON_STEPS = 2.0
 """The look-ahead goes so far that taking turns, each pipeline would have done so many steps."""
@@ -33,15 +35,6 @@ OVERLAP_STEPS = 8
 """From so many steps is seen what one takes alone that overlaps with others."""
 EXPECTED_REST = 0.5
 """Of a wait or an update that is under way, so much is taken to be left."""
-
-
-class Begin(NamedTuple):
-    """Rollouts begin on so many ``cells`` from ``first`` on, and their tails are ``merged`` where that saves
-    anything."""
-
-    first: int
-    cells: int
-    merged: bool
 
 
 class Choice(NamedTuple):
@@ -63,25 +56,26 @@ class Prospect:
     widen: bool
     kinds: int
     """The first of its model's three kinds in the factors."""
-    _rows: dict[tuple[bool, Begin], np.ndarray] = field(default_factory=dict)
-    _blocks: dict[tuple[bool, int, bool], np.ndarray] = field(default_factory=dict)
-    _parts: dict[tuple[bool, int, bool], tuple[Part, ...]] = field(default_factory=dict)
-    _densities: dict[Begin, np.ndarray] = field(default_factory=dict)
 
     @cached_property
+    def typical(self) -> StepAhead:
+        """The steps to come."""
+        return self._ahead(self.state.typical)
+
+    @cached_property
+    def step(self) -> StepAhead:
+        """The present step, if it were to begin now."""
+        return self.typical if self.state.step is self.state.typical else self._ahead(self.state.step)
+
+    @property
     def alone(self) -> Alone:
         """A typical step, seconds by stage, with all workers to itself."""
-        return self._alone(self.state.typical)
-
-    @cached_property
-    def alone_now(self) -> Alone:
-        """The same of the present step."""
-        return self.alone if self.state.step is self.state.typical else self._alone(self.state.step)
+        return self.typical.alone
 
     @cached_property
     def rest(self) -> Alone:
         """The same of what is left of it."""
-        s, whole = self.state, self.alone_now
+        s, whole = self.state, self.step.alone
         match s.stage:
             case Stage.ROLLOUT:
                 rollout_s = alone_rollout_s(
@@ -123,58 +117,17 @@ class Prospect:
         """Decode steps, up to the batches that there can be."""
         s = self.state
         most = max(len(s.live), len(s.typical.lengths), len(s.step.lengths), 1)
-        return Steps.of(s.costs, min(s.slots, most), self.cells.workers)
-
-    def density(self, begin: Begin) -> np.ndarray:
-        """[C]: the part of a cell's time that its rollouts want, were it as fast as alone."""
-        if begin not in self._densities:
-            row = self.row(begin, now=False)
-            wanted_s = (row[:, fluid.SOLO] * row[:, fluid.BUSY]).sum(axis=0)
-            self._densities[begin] = wanted_s / max(self.alone.total_s, 1e-9)
-        return self._densities[begin]
-
-    def row(self, begin: Begin, *, now: bool) -> np.ndarray:
-        """[2, 3, C]: a rollout as the simulation has it, ``now`` that of the present step."""
-        key = (now, begin)
-        row = self._rows.get(key)
-        if row is None:
-            row = self._rows[key] = self._empty_row.copy()
-            row[:, :, begin.first : begin.first + begin.cells] = self._block(begin.cells, begin.merged, now)
-        return row
-
-    def _block(self, count: int, merged: bool, now: bool) -> np.ndarray:
-        """[2, 3, count]: the same on those cells. Of pipelines that begin on the same workers, not all merge to the
-        same one."""
-        key = (now, count, merged)
-        block = self._blocks.get(key)
-        if block is None:
-            block = self._blocks[key] = self._as_row(self.parts(count, merged, now=now), count)
-            if (tail_cells := int((block[1, fluid.SOLO] > 0).sum())) and (by := self.index * tail_cells % count):
-                block[1] = np.concatenate((block[1, :, -by:], block[1, :, :-by]), axis=1)
-        return block
-
-    def parts(self, count: int, merged: bool, *, now: bool) -> tuple[Part, ...]:
-        """A rollout on ``count`` cells; of one part where merging its tail saves nothing."""
-        if now and self.state.step is self.state.typical:
-            now = False
-        key = (now, count, merged)
-        if key not in self._parts:
-            draft = self._draft_now if now else self._draft
-            carry, per_cell = Carry.of(self.state.costs), self.cells.per_cell
-            whole, tail = rollout(draft.on(count), self.steps, self.state.slots, stands_for=per_cell, carry=carry)
-            self._parts[now, count, False] = (whole,)
-            self._parts[now, count, True] = tail or (whole,)
-        return self._parts[key]
+        return steps_of(s.costs, min(s.slots, most), self.cells.workers)
 
     def work(self, begin: Begin, *, now: bool = False) -> StepWork:
         """A step as the sub-stage graph has it."""
-        shape = self.state.step if now else self.state.typical
-        return step_work(shape, self.state.costs, self.parts(begin.cells, begin.merged, now=now), begin.first)
+        ahead = self.step if now else self.typical
+        return step_work(ahead.shape, self.state.costs, ahead.parts(begin.cells, begin.merged), begin.first)
 
     def about(self) -> np.ndarray:
         """Its row of :func:`~longtail.planner.fluid.flow`'s ``about``."""
         s, rest, typical = self.state, self.rest, self.alone
-        now, then = step_work(s.step, s.costs, ()), step_work(s.typical, s.costs, ())
+        now, then = self.step.work, self.typical.work
         row = np.zeros(COLUMNS)
         row[fluid.STAGE] = STAGES[s.stage]
         row[fluid.STEPS], row[fluid.STALE], row[fluid.ELAPSED] = s.steps_left, s.stale_steps, s.elapsed_s
@@ -188,41 +141,22 @@ class Prospect:
         )
         row[fluid.QUANTUM], row[fluid.KIND_TRAIN] = self.micro_s, self.kinds + TRAIN
         row[fluid.WORTH_NOW], row[fluid.WHOLE_NOW], row[fluid.WORTH] = (
-            max(a.total_s, 1e-9) for a in (rest, self.alone_now, typical)
+            max(a.total_s, 1e-9) for a in (rest, self.step.alone, typical)
         )
         for first, a in ((fluid.ROLLOUT_PART_NOW, rest), (fluid.ROLLOUT_PART, typical)):
-            row[first : first + 3] = np.array([a.rollout_s, a.score_s, a.train_s]) / max(a.total_s, 1e-9)
+            total_s = max(a.total_s, 1e-9)
+            row[first], row[first + 1], row[first + 2] = a.rollout_s / total_s, a.score_s / total_s, a.train_s / total_s
         return row
 
     def alternative_row(self, alternative: Alternative) -> np.ndarray:
-        return self._as_row(alternative.parts, self.cells.count)
+        return as_row(alternative.parts, self.cells.count, self.kinds)
 
-    @cached_property
-    def _draft(self) -> Draft:
-        return Draft.of(self.state.typical, self.state.costs, self.cells)
-
-    @cached_property
-    def _draft_now(self) -> Draft:
-        return Draft.of(self.state.step, self.state.costs, self.cells)
-
-    @cached_property
-    def _empty_row(self) -> np.ndarray:
-        return self._as_row((), self.cells.count)
-
-    def _as_row(self, parts: tuple[Part, ...], count: int) -> np.ndarray:
-        row = np.zeros((2, 3, count))
-        row[:, fluid.BUSY] = 1.0
-        row[:, fluid.KIND] = self.kinds
-        for i, part in enumerate(parts):
-            row[i, fluid.SOLO], row[i, fluid.BUSY] = part.solo_s, part.busy
-            row[i, fluid.KIND] += part.kinds()
-        return row
-
-    def _alone(self, shape: StepShape) -> Alone:
+    def _ahead(self, shape: StepShape) -> StepAhead:
         s = self.state
-        draft = self._draft if shape is s.typical else self._draft_now
-        workers = self.cells.workers
-        return alone_by_draft(shape, s.costs, draft, self.steps, workers=workers, slots=s.slots, widen=self.widen)
+        return step_ahead(
+            shape, s.costs, self.steps, self.cells,
+            slots=s.slots, widen=self.widen, kinds=self.kinds, index=self.index,
+        )  # fmt: skip
 
 
 class Outlook:
@@ -239,18 +173,21 @@ class Outlook:
         ]
         self.priorities = np.array([p.priority for p in working])
         self._mean_priority = float(self.priorities.mean())
-        self.factors = _factors(state.interference, models)
+        known = state.interference
+        self.factors = _FACTORS.of((known,), tuple(models), lambda: _factors(known, models))
         self._about = np.stack([prospect.about() for prospect in self.prospects])
         for i, prospect in enumerate(self.prospects):
             if prospect.state.stale_steps > 0:
                 self._overlap(i, prospect)
         self.horizon_s = HORIZON_STEPS * float(self._about[:, fluid.WORTH].sum())
         self._flows: dict[Choice, Flow] = {}
+        self._values: dict[Choice, float] = {}
         self.alternatives = self._find_alternatives()
         self._rows_now = [
             [p.alternative_row(a) for a in found] for p, found in zip(self.prospects, self.alternatives, strict=True)
         ]
         self._now, self._then = np.zeros((2, len(working), 2, 3, self.cells.count))
+        self._laid_out: list[tuple[Begin, int] | None] = [None] * len(working)
 
     @property
     def simulations(self) -> int:
@@ -261,8 +198,7 @@ class Outlook:
         """What comes of it."""
         found = self._flows.get(choice)
         if found is None:
-            for i, prospect in enumerate(self.prospects):
-                self._now[i], self._then[i] = self._present(i, choice), prospect.row(choice.begins[i], now=False)
+            self._lay_out(choice)
             weights = np.array(choice.weights)
             found = flow(self._now, self._then, self._about, weights, self.cells.sizes, self.factors, self.horizon_s)
             self._flows[choice] = found
@@ -270,8 +206,12 @@ class Outlook:
 
     def value(self, choice: Choice) -> float:
         """Work done by priority over that of taking turns, in which one second is worth one second."""
-        done = self.flow(choice)
-        return float(self.priorities @ done.done) / (max(done.seconds, 1e-9) * self._mean_priority)
+        value = self._values.get(choice)
+        if value is None:
+            done = self.flow(choice)
+            value = float(self.priorities @ done.done) / (max(done.seconds, 1e-9) * self._mean_priority)
+            self._values[choice] = value
+        return value
 
     def rates(self, choice: Choice) -> dict[str, float]:
         """Progress of each pipeline, while it has work, as a share of what it would make alone."""
@@ -291,10 +231,14 @@ class Outlook:
         works = [prospect.work(begin, now=step == 0) for step in range(steps)]
         return graph(prospect.state.name, works, self.cells.sizes, stale=prospect.state.stale_steps)
 
-    def _present(self, i: int, choice: Choice) -> np.ndarray:
-        if self.prospects[i].rolls:
-            return self._rows_now[i][choice.nows[i]]
-        return self.prospects[i].row(choice.begins[i], now=True)
+    def _lay_out(self, choice: Choice) -> None:
+        """Its rollouts, in ``_now`` and ``_then``: those that are other than in the choice before."""
+        for i, laid_out in enumerate(zip(choice.begins, choice.nows, strict=True)):
+            if laid_out != self._laid_out[i]:
+                prospect, (begin, now) = self.prospects[i], laid_out
+                self._now[i] = self._rows_now[i][now] if prospect.rolls else prospect.step.row(begin)
+                self._then[i] = prospect.typical.row(begin)
+                self._laid_out[i] = laid_out
 
     def _find_alternatives(self) -> list[list[Alternative]]:
         """Of each rollout under way."""
@@ -320,14 +264,14 @@ class Outlook:
     def _crowd(self, prospect: Prospect, everywhere: Begin) -> np.ndarray:
         """[C]: the part of each cell's time that the pipeline wants: now, if a rollout of it is under way."""
         if not prospect.rolls:
-            return prospect.density(everywhere)
+            return prospect.typical.density(everywhere)
         on = np.bincount(prospect.present.worker, minlength=self.cells.workers) > 0
         return np.add.reduceat(on.astype(float), self.cells.bounds[:-1]) / self.cells.sizes
 
     def _overlap(self, i: int, prospect: Prospect) -> None:
         """A pipeline that may be stale rolls out while it trains: what its steps take alone is less than their sum."""
         all_cells = Begin(0, self.cells.count, False)
-        row, about = prospect.row(all_cells, now=False)[None], self._about[i : i + 1].copy()
+        row, about = prospect.typical.row(all_cells)[None], self._about[i : i + 1].copy()
         steps = OVERLAP_STEPS + prospect.state.stale_steps
         about[0, [fluid.STAGE, fluid.STEPS, fluid.LIVE]] = fluid.READY, steps, 0.0
         far_s = 2.0 * steps * float(about[0, fluid.WORTH])
@@ -341,6 +285,9 @@ def _factors(interference: Interference, models: list[str]) -> Factors:
     if not interference.same and not interference.neighbour:
         n = len(works)
         return Factors(np.ones((3, n, n)), np.ones((n, n)), False)
-    same = np.array([[[interference.factor(a, b, on="same", share=s) for b in works] for a in works] for s in SHARES])
+    same = np.ascontiguousarray(np.array([[interference.shared(a, b) for b in works] for a in works]).transpose(2, 0, 1))
     near = np.array([[interference.factor(a, b, on="neighbour") for b in works] for a in works])
     return Factors(same, near, bool((same != 1.0).any() or (near != 1.0).any()))
+
+
+_FACTORS = Remembered[Factors](4)

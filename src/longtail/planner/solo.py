@@ -42,10 +42,7 @@ class Sequences(NamedTuple):
 
     def dealt(self, worker: np.ndarray, workers: int) -> Sequences:
         """The same ones, each on ``worker`` [n]."""
-        at = np.lexsort((self.admit_s != RUNS, worker))
-        bounds = np.zeros(workers + 1, np.int64)
-        np.cumsum(np.bincount(worker, minlength=workers), out=bounds[1:])
-        return Sequences(self.left[at], self.context[at], self.admit_s[at], bounds)
+        return Sequences(*_by_worker(self.left, self.context, self.admit_s, worker, workers))
 
 
 class Solo(NamedTuple):
@@ -102,6 +99,25 @@ def longest_first(left: np.ndarray, workers: int, load: np.ndarray | None = None
     """The worker [n] of each sequence: longest first, each to whoever has fewest tokens (``load`` at first)."""
     order = np.argsort(-left, kind="stable")
     return _deal(order, left.astype(float), np.zeros(workers) if load is None else load.astype(float))
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _by_worker(left, context, admit_s, worker, workers):
+    """:meth:`Sequences.dealt` as a kernel; who runs, and who waits, stay in their order."""
+    bounds, n = np.zeros(workers + 1, np.int64), len(worker)
+    for i in range(n):
+        bounds[worker[i] + 1] += 1
+    for w in range(workers):
+        bounds[w + 1] += bounds[w]
+    place = bounds[:-1].copy()
+    lefts, contexts, admits_s = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n)
+    for runs in (True, False):
+        for i in range(n):
+            if (admit_s[i] == RUNS) == runs:
+                at = place[worker[i]]
+                lefts[at], contexts[at], admits_s[at] = left[i], context[i], admit_s[i]
+                place[worker[i]] += 1
+    return lefts, contexts, admits_s, bounds
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -200,6 +216,6 @@ def warm_up() -> None:
     one = np.ones(1, np.int64)
     steps = Steps(one, np.ones((1, 2)), np.ones((1, 2)), np.ones(1))
     sequences = Sequences(one, one, np.array([RUNS]), np.array([0, 1]))
-    solo(sequences, steps, 1, np.zeros(1))
+    solo(sequences.dealt(one - 1, 1), steps, 1, np.zeros(1))
     widened_s(one, one, steps, 1, 1)
     longest_first(one, 1)

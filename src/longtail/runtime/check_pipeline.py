@@ -115,7 +115,7 @@ class _PipelineCheck:
         task, longest = fitting
         parameters = count_parameters(config)
         jobs = self.findings.job_file.jobs
-        company = (submitted or len(jobs.pipelines) > 1) and "auto" in (jobs.policy.corun, jobs.policy.merge)
+        company = (submitted or len(jobs.pipelines) > 1) and jobs.policy.corun in ("auto", "greedy")
         memory = footprint(config, parameters, self.pipeline, Shape(longest, workers, company))
         return CheckedPipeline(folder, config, parameters, tokenizer, task, longest, memory, ranker=ranker)
 

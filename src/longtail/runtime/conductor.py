@@ -22,7 +22,7 @@ from longtail.core.config import SharingPolicy
 from longtail.core.events import Event, Planned, Span, StepEnded
 from longtail.costs.interference_log import InterferenceLog
 from longtail.planner.lookahead import share
-from longtail.planner.state import ClusterState, Mode, PipelineState, Sharing
+from longtail.planner.state import ClusterState, Mode, PipelineState, Sharing, Stage
 from longtail.runtime.known_costs import KnownCosts
 from longtail.runtime.turns import By, Turns
 
@@ -87,17 +87,17 @@ class Conductor:
             self._interference.observe(event)
         elif isinstance(event, StepEnded) and self._sharing is not None:
             predicted, slowdown = self._sharing.rates.get(event.pipeline), event.metrics.get("slowdown")
-            if predicted and slowdown:
-                error = abs(math.log(predicted * slowdown))
-                before = self._errors.get(event.pipeline, error)
-                self._errors[event.pipeline] = ERROR_MEMORY * before + (1.0 - ERROR_MEMORY) * error
+            # Where nothing was foretold, what is known of errors fades: some day predictions are tried again.
+            error = abs(math.log(predicted * slowdown)) if predicted and slowdown else 0.0
+            before = self._errors.get(event.pipeline, error)
+            self._errors[event.pipeline] = ERROR_MEMORY * before + (1.0 - ERROR_MEMORY) * error
 
     def turn(self) -> None:
         """Decide, if something has changed or it is time to look at the rollouts again."""
         live = self._live()
-        if len(live) < 2:
-            self._alone(live)
-            return
+        self._forget_others(live)
+        if len(live) < 2 and self._sharing is None:
+            return  # it has everything
         seen = tuple((d.name, d.step, d.stage) for d in live)
         now = self._clock.monotonic()
         if seen == self._seen and now < self._look_at:
@@ -111,6 +111,10 @@ class Conductor:
             sharing = self._decide(known)
             seconds = time.perf_counter() - start
             self._carry_out(sharing, now, seconds)
+        if len(live) < 2 and all(
+            s is None or s.stage is not Stage.ROLLOUT or self._everywhere(s) for s in states.values()
+        ):
+            self._alone(live)
         self._look_at = now + max(LOOK_EVERY_S, THINKING_SHARE * (time.perf_counter() - start))
 
     def _own_costs(self, pipeline: str) -> KnownCosts | None:
@@ -166,7 +170,8 @@ class Conductor:
         changed = {
             name: weight
             for name, weight in weights.items()
-            if abs(weight / self._weights.get(name, 1.0) - 1.0) > SAME_WEIGHT
+            if abs(weight / self._weights.setdefault(name, self._drivers[name].plan.config.priority) - 1.0)
+            > SAME_WEIGHT
         }
         if changed:
             self._weights |= changed
@@ -174,10 +179,19 @@ class Conductor:
             for worker in range(self._workers):
                 self._send(worker, command)
 
+    def _everywhere(self, state: PipelineState) -> bool:
+        """Whether its rollout has all workers."""
+        return len(state.workers) * state.degree >= self._workers
+
+    def _forget_others(self, live: list[PipelineDriver]) -> None:
+        """What is known of pipelines that are gone: another one may come by the same name."""
+        names = {driver.name for driver in live}
+        for known in (self._errors, self._weights):
+            for name in known.keys() - names:
+                del known[name]
+
     def _alone(self, live: list[PipelineDriver]) -> None:
-        """At most one pipeline is left: it has everything."""
-        if self._sharing is None:
-            return
+        """At most one pipeline is left, and from now on it has everything."""
         self._sharing, self._seen = None, ()
         for driver in live:
             driver.begin_on = None

@@ -41,6 +41,7 @@ from longtail.core.config import SharingPolicy
 from longtail.core.errors import CapacityError, LongtailError, PeerLost
 from longtail.core.events import Event, Note, Sink, Span, WorkerLost
 from longtail.runtime.leases import LeaseBook, Leases
+from longtail.runtime.outcome import Outcome
 from longtail.runtime.pipeline import PipelineDriver
 from longtail.runtime.plan import PipelinePlan, Rewards
 from longtail.runtime.turns import By, Turns
@@ -61,7 +62,8 @@ class Controller:
 
     With ``keep_running`` it goes on without any, until :meth:`interrupt`. ``policy`` says how pipelines share the
     workers. ``clock`` is the cluster's time: the machine's, or a simulated one. ``drivers`` has the last pipeline of
-    each name; it changes in the loop's thread.
+    each name; with ``keep_running`` only those that are not over, and ``ended`` what the others came to. Both change in
+    the loop's thread.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Controller:
         self._coming: dict[str, PipelineDriver] = {}
         self._ended = False
         self.drivers: dict[str, PipelineDriver] = {plan.name: self._driver(plan) for plan in plans}
+        self.ended: dict[str, Outcome] = {}
         self._conductor: Conductor | None = None
         if policy.corun in ("auto", "greedy") and cluster.workers > 1:
             from longtail.runtime.conductor import Conductor
@@ -125,23 +128,25 @@ class Controller:
 
     # -- from any thread --------------------------------------------------------------------------------------
 
-    def submit(self, plan: PipelinePlan) -> None:
-        """Begin one more pipeline. Raises ``ValueError`` if one of its name is not over yet, or the run is ending."""
-        driver = self._driver(plan)
+    def submit(self, *plans: PipelinePlan) -> None:
+        """Begin more pipelines, all of them or none. Raises ``ValueError`` if one of such a name is not over yet, or
+        the run is ending."""
+        drivers = [self._driver(plan) for plan in plans]
         with self._lock:
-            known = self.drivers.get(plan.name)
-            if plan.name in self._coming or (known is not None and not known.over):
-                raise ValueError(f"pipeline {plan.name} is not over yet: stop it first, or take another name")
-            if self._ended or self._interrupted:
-                raise ValueError(f"pipeline {plan.name} comes too late: the run is ending")
-            self._coming[plan.name] = driver
-            self._asked.append(partial(self._begin, driver))
+            for name in (plan.name for plan in plans):
+                known = self.drivers.get(name)
+                if name in self._coming or (known is not None and not known.over):
+                    raise ValueError(f"pipeline {name} is not over yet: stop it first, or take another name")
+                if self._ended or self._interrupted:
+                    raise ValueError(f"pipeline {name} comes too late: the run is ending")
+            self._coming.update((driver.name, driver) for driver in drivers)
+            self._asked.extend(partial(self._begin, driver) for driver in drivers)
         self._cluster.wake()
 
     def stop(self, name: str) -> None:
         """Let one pipeline save and end; others go on. Raises ``ValueError`` if there never was one of that name."""
         with self._lock:
-            if name not in self.drivers and name not in self._coming:
+            if name not in self.drivers and name not in self._coming and name not in self.ended:
                 raise ValueError(f"there is no pipeline {name}")
             self._asked.append(partial(self._stop, name))
         self._cluster.wake()
@@ -156,6 +161,7 @@ class Controller:
     def run(self) -> None:
         """Raises :class:`CapacityError` if it was to keep running and workers are lost that cannot be replaced."""
         self._connect()
+        self._share_by_priority(list(self.drivers.values()))
         for driver in self.drivers.values():
             self._guarded(driver, driver.open)
         while self._goes_on():
@@ -188,32 +194,55 @@ class Controller:
         self._grant()
         if self._conductor is not None:
             self._conducting(self._conductor.turn)
+        if self._keep_running:
+            self._let_go()
 
     def _begin(self, driver: PipelineDriver) -> None:
         """A pipeline has come. Reports of an earlier one of its name may still be on their way: its attempts go on."""
         name = driver.name
-        known = self.drivers.get(name)
+        known = self.drivers.get(name) or self.ended.get(name)
         if known is not None:
             driver.attempt = known.attempt
         self._progressed.discard(name)
         with self._lock:
             self.drivers[name] = driver
             del self._coming[name]
+            self.ended.pop(name, None)
         if self._beyond_repair is not None:
             driver.fail(self._beyond_repair, alone=False)
         else:
+            self._share_by_priority([driver])
             self._guarded(driver, driver.open)
 
+    def _share_by_priority(self, drivers: Sequence[PipelineDriver]) -> None:
+        """Until it is planned otherwise, and where nothing is planned."""
+        weights = tuple((d.name, d.plan.config.priority) for d in drivers)
+        if any(weight != self._weights.get(name, 1.0) for name, weight in weights):
+            for worker in range(self._cluster.workers):
+                self._send(worker, Shares(weights=weights))
+
     def _stop(self, name: str) -> None:
-        driver = self.drivers[name]
-        self._guarded(driver, driver.interrupt)
+        if (driver := self.drivers.get(name)) is not None:
+            self._guarded(driver, driver.interrupt)
+
+    def _let_go(self) -> None:
+        """Keep of pipelines that are over what they came to, and nothing of their prompts, lengths and costs."""
+        for driver in [d for d in self.drivers.values() if d.over]:
+            with self._lock:
+                self.ended[driver.name] = Outcome.of(driver)
+                del self.drivers[driver.name]
+            self._progressed.discard(driver.name)
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """What each pipeline has come to, by name."""
+        return self.ended | {name: Outcome.of(driver) for name, driver in self.drivers.items()}
 
     def _grant(self) -> None:
         if self._unconnected:
             return
         for lease in self._leases.grant():
-            driver = self.drivers[lease.pipeline]
-            if driver.over:
+            driver = self.drivers.get(lease.pipeline)
+            if driver is None or driver.over:
                 self._leases.release(lease.lease_id)
             else:
                 self._guarded(driver, partial(driver.granted, lease))
@@ -231,9 +260,9 @@ class Controller:
                         self._guarded(driver, partial(driver.observe, event))
                         self._observed(event)
             case LeaseBroken():
-                driver = self.drivers[report.pipeline]
+                driver = self.drivers.get(report.pipeline)
                 self._leases.member_done(report.pipeline, report.worker)
-                if report.attempt == driver.attempt and not driver.over:
+                if driver is not None and report.attempt == driver.attempt and not driver.over:
                     self._broken.setdefault(driver.name, self._clock.monotonic())
                 else:  # it has failed, or fallen back
                     self._unconnected = True
@@ -248,8 +277,9 @@ class Controller:
                     self._leases.member_done(report.pipeline, report.worker, report.lease_id)
                 if isinstance(report, Updated):
                     self._progressed.add(report.pipeline)
-                driver = self.drivers[report.pipeline]
-                self._guarded(driver, partial(driver.handle, report))
+                driver = self.drivers.get(report.pipeline)
+                if driver is not None:
+                    self._guarded(driver, partial(driver.handle, report))
 
     def _contended(self, pipeline: str) -> bool:
         """Whether another pipeline has, or is about to have, work for the workers."""
@@ -279,6 +309,7 @@ class Controller:
             self._emit(Note(level="error", message=f"sharing is not planned any more:\n{traceback.format_exc()}"))
             for driver in self.drivers.values():
                 driver.begin_on = None
+            self._share_by_priority(self._live())
             self._turns.change(By.NOTHING)
 
     def _observed(self, event: Event) -> None:
@@ -290,7 +321,7 @@ class Controller:
 
     def _mend(self) -> None:
         """Connections that were given up."""
-        for name in [name for name in self._broken if self.drivers[name].over]:
+        for name in [name for name in self._broken if name not in self.drivers or self.drivers[name].over]:
             del self._broken[name]
             self._unconnected = True
         now = self._clock.monotonic()

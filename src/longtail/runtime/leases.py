@@ -63,6 +63,12 @@ class LeaseBook:
         """Whether nobody holds a lease."""
         return not self._held
 
+    @property
+    def grouped(self) -> frozenset[int]:
+        """The workers that are under a lease for a switch: in a tensor-parallel group, or about to go over to another
+        layout."""
+        return frozenset(w for lease in self._held.values() if lease.purpose == "switch" for w in lease.workers)
+
     def holds(self, pipeline: str) -> bool:
         """Whether ``pipeline`` has a lease."""
         return any(lease.pipeline == pipeline for lease in self._held.values())
@@ -121,6 +127,11 @@ class Leases:
     def beside(self, busy: Callable[[], bool]) -> Leases:
         """The same for one of two things that the pipeline does at once: contended also while the other is ``busy``."""
         return Leases(self._book, self._name, contended=lambda: busy() or self.contended())
+
+    @property
+    def grouped(self) -> frozenset[int]:
+        """The workers that sample in groups, of whatever pipeline: other work waits there until they let go."""
+        return self._book.grouped
 
     def ask(self, workers: tuple[int, ...], purpose: Purpose) -> None:
         self._book.ask(self._name, workers, purpose)

@@ -39,6 +39,7 @@ class OwnTurns:
 
     def grants(self, stage: Stage) -> bool:
         """Whether ``stage``, which was asked for, may begin now; if so, it counts as begun."""
+        self._pass_on()  # what waited to let go first need not, if there are no turns any more
         if stage not in self._granted:
             return False
         self._granted.remove(stage)

@@ -60,7 +60,7 @@ class Steps:
             rewards=rewards,
             send=send,
             emit=emit,
-            leases=leases.beside(lambda: self.training.at == "passing"),
+            leases=leases.beside(lambda: self._training_needs_workers),
             wake=wake,
             clock=clock,
         )
@@ -104,15 +104,32 @@ class Steps:
         if self.rollout.now is not None and not self.rollout.now.ended:
             return "rollout"
         if self.training.at != "nothing":
-            return "train" if self.training.at == "passing" else "update"
+            return self._training_stage
         return "score" if self._under_way else "ready"
+
+    @property
+    def _stage_of_oldest(self) -> str:
+        """The stage of the step that is trained next, which another rollout may be ahead of."""
+        ahead = len(self._under_way) > 1
+        return ("score" if self.training.at == "nothing" else self._training_stage) if ahead else self.stage
+
+    @property
+    def _training_stage(self) -> str:
+        return "train" if self.training.at == "passing" else "update"
 
     def state(self, now: float) -> PipelineState | None:
         """Where the pipeline stands at the time ``now``; None as long as nothing is known of its steps."""
-        current = self.rollout.now or (self._under_way[0] if self._under_way else None)
-        start = (current.clock if current is not None else self._next_clock).start
+        oldest = self._under_way[0] if self._under_way else None
+        start = (oldest.clock if oldest is not None else self._next_clock).start
         elapsed_s = 0.0 if start is None else now - start
-        return self._standing.state(self.stage, self.schedule, current, elapsed_s=elapsed_s, training=self.training)
+        return self._standing.state(
+            self._stage_of_oldest,
+            self.schedule,
+            oldest,
+            self.rollout.now,
+            elapsed_s=elapsed_s,
+            training=self.training,
+        )
 
     def sampled(self, report: Sampled) -> None:
         """Samples have ended."""
@@ -130,13 +147,17 @@ class Steps:
             self.rollout.end()
             self.schedule.sampled()
             self._turns.done("rollout")
+        for step in self._under_way:
+            if step.scored:
+                step.clock.enter("queued")
+        if self.training.at == "passing":
+            self.training.hand_out()
         if not ending:
             if self.schedule.may_settle:
                 self._settle_weights()
             if self._turns.grants("rollout"):
                 self._begin_rollout()
             if self._may_train:
-                self._under_way[0].clock.enter("queued")
                 self._turns.ask("train")
             if self._turns.grants("train"):
                 self._begin_training()
@@ -174,6 +195,16 @@ class Steps:
         waits = self.training.at == "nothing" and bool(self._under_way) and self._under_way[0].scored
         return waits and self.schedule.may_train
 
+    @property
+    def _training_needs_workers(self) -> bool:
+        """Now, or as soon as this pipeline goes on: the rollout under way must not take them for groups."""
+        match self.training.at:
+            case "nothing":
+                return self._may_train
+            case "passed":
+                return self.schedule.may_update
+        return self.training.at != "over"
+
     def _begin_training(self) -> None:
         step, name = self._under_way[0], self._plan.name
         unscored = sum(r is None for g in step.batch.groups for r in g.rewards or ())
@@ -188,11 +219,14 @@ class Steps:
         step, now = self._under_way.popleft(), self._time.time()
         metrics = step.batch.metrics() | step.finish() | step.metrics | self.training.metrics() | step.clock.seconds()
         # Steps that overlap do not count the same seconds twice.
-        since = max(now - metrics["time_s"], self._last_end)
-        metrics["tokens_per_s"] = metrics["tokens"] / max(now - since, 1e-9)
+        took_s = max(now - max(now - metrics["time_s"], self._last_end), 1e-9)
+        metrics["tokens_per_s"] = metrics["tokens"] / took_s
         if self.schedule.staleness:
             metrics["staleness"] = float(step.step - step.weights)
-        metrics |= self._standing.finished(step, self.training, metrics)
+        overlaps = self.schedule.staleness > 0 and self._last_end > 0.0
+        metrics |= self._standing.finished(
+            step, self.schedule, self.training, score_s=metrics["score_s"], took_s=took_s, overlaps=overlaps
+        )
         self._emit(StepEnded(pipeline=self._plan.name, step=step.step, metrics=metrics))
         self._last_end = now
         self.training.reset()

@@ -1,7 +1,8 @@
 """The training of one step: its micro-batches, handed out to workers as they get free, and the update by all of them.
 
 Which worker computes what, and when, changes no bit of the gradient (``rl/trainer.py``), so every worker takes as many
-micro-batches as it has time for beside whatever else it does.
+micro-batches as it has time for beside whatever else it does. Workers that sample in tensor-parallel groups have none:
+they get micro-batches when they are on their own again.
 
 Invariants: in each pass over a step every micro-batch is handed out once and counted once; the update is asked for when
 all are, and every worker takes part in it, also one that has computed none.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from longtail.cluster.messages import Command, TrainBatches, Trained, Update, Updated
@@ -32,8 +33,8 @@ AHEAD = 2
 class Deal:
     """One pass over ``batches``, costliest first, by ``workers`` workers. ``stats`` are those reported, by number.
 
-    A worker has up to :data:`AHEAD` at a time; but one, once fewer are left than there are workers, so that nobody sits
-    on what another could do. The only worker there is gets all at once.
+    A worker has up to :data:`AHEAD` at a time; but one, once fewer are left than there are workers to do them, so that
+    nobody sits on what another could do. The only worker there is gets all at once.
     """
 
     def __init__(self, batches: Sequence[MicroBatch], workers: int) -> None:
@@ -43,22 +44,26 @@ class Deal:
         self._ahead = AHEAD if workers > 1 else len(batches)
         self.stats: dict[int, MicroStats] = {}
 
-    def start(self) -> list[list[int]]:
-        """The numbers that each worker gets first."""
-        first: list[list[int]] = [[] for _ in self._held]
+    def hand_out(self, away: Collection[int] = ()) -> dict[int, list[int]]:
+        """The numbers that workers get now; those that are ``away`` from training get none."""
+        given: dict[int, list[int]] = {}
+        here = [worker for worker in range(len(self._held)) if worker not in away]
         for _ in range(self._ahead):
-            for worker, numbers in enumerate(first):
-                numbers.extend(self._give(worker))
-        return first
+            for worker in here:
+                left = len(self._batches) - self._next
+                room = self._ahead if left >= len(here) else 1
+                if left and len(self._held[worker]) < room:
+                    given.setdefault(worker, []).append(self._next)
+                    self._held[worker].add(self._next)
+                    self._next += 1
+        return given
 
-    def done(self, worker: int, number: int, stats: MicroStats) -> list[int]:
-        """``worker`` has computed ``number``. Returns the numbers that it gets next. Raises ``RuntimeError`` if it does
-        not have that one."""
+    def done(self, worker: int, number: int, stats: MicroStats) -> None:
+        """``worker`` has computed ``number``. Raises ``RuntimeError`` if it does not have that one."""
         if number not in self._held[worker]:
             raise RuntimeError(f"worker {worker} reports micro-batch {number}, which it was not given or has reported")
         self._held[worker].remove(number)
         self.stats[number] = stats
-        return [following for _ in range(self._ahead) for following in self._give(worker)]
 
     @property
     def over(self) -> bool:
@@ -67,15 +72,6 @@ class Deal:
     @property
     def tokens_left(self) -> int:
         return sum(batch.tokens for number, batch in enumerate(self._batches) if number not in self.stats)
-
-    def _give(self, worker: int) -> list[int]:
-        left = len(self._batches) - self._next
-        room = self._ahead if left >= len(self._held) else 1
-        if not left or len(self._held[worker]) >= room:
-            return []
-        number, self._next = self._next, self._next + 1
-        self._held[worker].add(number)
-        return [number]
 
 
 class TrainPhase:
@@ -112,12 +108,14 @@ class TrainPhase:
         self._deal = Deal([], self._workers)
         self._update_stats: UpdateStats | None = None
         self._waiting_for: set[int] = set()
-        self._granted = 0.0
+        self._granted: float | None = None
+        """Since when the workers have the update that is under way."""
 
     @property
     def between_updates(self) -> bool:
-        """Whether the weights are not those of a whole step, or will soon not be."""
-        return self.at == "updating" or self.iteration > 0
+        """Whether the weights are not those of a whole step, or will soon not be. An update that still waits for its
+        lease can be dropped."""
+        return self._granted is not None or self.iteration > 0
 
     @property
     def tokens_left(self) -> int:
@@ -144,12 +142,12 @@ class TrainPhase:
         self.at = "passing"
         self._deal = Deal(self._batches, self._workers)
         self.tokens += self._deal.tokens_left
-        for worker, numbers in enumerate(self._deal.start()):
-            self._hand_out(worker, numbers)
+        self.hand_out()
         self._look()
 
-    def _hand_out(self, worker: int, numbers: list[int]) -> None:
-        if numbers:
+    def hand_out(self) -> None:
+        """Give the workers that are on their own what they have room for."""
+        for worker, numbers in self._deal.hand_out(self._leases.grouped).items():
             command = TrainBatches(
                 pipeline=self._plan.name,
                 attempt=self._attempt,
@@ -170,7 +168,8 @@ class TrainPhase:
                 f"the loss of step {report.step + 1} is {report.stats.loss}, so nothing more can be learnt;"
                 " lower train.lr or look for broken rewards"
             )
-        self._hand_out(report.worker, self._deal.done(report.worker, report.number, report.stats))
+        self._deal.done(report.worker, report.number, report.stats)
+        self.hand_out()
         self._look()
 
     def update(self) -> None:
@@ -196,7 +195,9 @@ class TrainPhase:
         self._waiting_for.discard(report.worker)
         if self._waiting_for:
             return
+        assert self._granted is not None
         self.update_s += self._time.monotonic() - self._granted
+        self._granted = None
         self.iteration += 1
         if self.iteration < self._plan.config.algorithm.iterations:
             self._pass()

@@ -93,6 +93,11 @@ class StepWiden:
         return self._plan.may_widen and isinstance(self._rollout.tp, str) and len(self.degrees) > 1
 
     @property
+    def fixed_degree(self) -> int:
+        """The degree of all groups, where the job fixes one; 1 where it leaves a choice."""
+        return self._rollout.tp if isinstance(self._rollout.tp, int) else 1
+
+    @property
     def wants_profile(self) -> bool:
         """Whether costs must be measured before anything can be decided; another pipeline may have done that since."""
         return (self._widens or self._plan.company) and not self._known.look_again()
@@ -166,9 +171,9 @@ class StepWiden:
         *,
         on: tuple[int, ...] | None = None,
     ) -> bool:
-        """A rollout begins, on the workers ``on`` (None: on all). Returns whether requests can be handed out now, to
-        the leaders of :attr:`layout`; if not, :meth:`granted` will say so."""
-        placed = self._workers_in(self._everyone if on is None else on)
+        """A rollout begins, on the workers ``on`` (None: on all; groups of a fixed degree always are). Returns whether
+        requests can be handed out now, to the leaders of :attr:`layout`; if not, :meth:`granted` will say so."""
+        placed = self._workers_in(self._everyone if on is None or self.fixed_degree > 1 else on)
         self._reset(placed)
         self._step = batch.step
         self._samples = StepSamples(batch, requests, self._plan.config.algorithm.group_size)
@@ -277,8 +282,7 @@ class StepWiden:
         for move in moves:
             assert self._samples is not None
             self._emit(move.ended(self._plan.name, self._step, self._samples, costs))
-        fixed = isinstance(self._rollout.tp, int) and self._rollout.tp > 1
-        has_choice = fixed or self._widens or self._plan.company
+        has_choice = self.fixed_degree > 1 or self._widens or self._plan.company
         return {"switches": float(len(moves))} if has_choice else {}
 
     def abandon(self) -> None:
