@@ -1,9 +1,10 @@
 """What it takes to decide how pipelines share workers, and how good the decisions are by the planner's own model.
 
 Random states (cost tables with concave decode steps, long-tailed lengths, pipelines in all stages) are planned for at
-several sizes; given are medians and the slowest. On small cases the decision is compared with the best of all ways to
-begin rollouts (every range of workers for each pipeline, tails merged or not) and to go on with those under way, with
-everyone everywhere (greedy), and with taking turns, which is worth 1.
+several sizes; given are medians and the slowest, of a first decision, when nothing is known of any pipeline, and of the
+next one, when rollouts have gone on for some tokens and all else is as it was. On small cases the decision is compared
+with the best of all ways to begin rollouts (every range of workers for each pipeline, tails merged or not) and to go on
+with those under way, with everyone everywhere (greedy), and with taking turns, which is worth 1.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +27,13 @@ from longtail.planner.lookahead import share, warm_up
 from longtail.planner.outlook import Begin, Choice, Outlook
 from longtail.planner.state import ClusterState, Live, Mode, PipelineState, Sharing, Stage, StepShape
 
-SIZES = ((2, 2, 32), (64, 4, 512), (1024, 32, 2048))
+SIZES = ((2, 2, 32), (2, 3, 32), (64, 4, 512), (1024, 32, 2048))
 """(workers, pipelines, samples of each step)."""
 SMALL = ((2, 2), (4, 2), (2, 3), (8, 2))
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 256), (128, 512, 2048)
 UNLIMITED_S = 3600.0
+GONE_ON = 8
+"""Tokens between a decision and the next."""
 
 
 def table(rng: np.random.Generator) -> CostTable:
@@ -107,23 +111,43 @@ def state(seed: int, workers: int, pipelines: int, samples: int) -> ClusterState
     return ClusterState(workers=workers, pipelines=made, interference=known)
 
 
+def later(now: ClusterState) -> ClusterState:
+    """When every live sample has :data:`GONE_ON` more tokens, or has ended."""
+
+    def gone_on(p: PipelineState) -> PipelineState:
+        left = np.flatnonzero(p.live.remaining > GONE_ON)
+        live = Live(
+            worker=p.live.worker[left],
+            context=p.live.context[left] + GONE_ON,
+            lanes=p.live.lanes[left] + GONE_ON,
+            remaining=p.live.remaining[left] - GONE_ON,
+        )
+        return replace(p, live=live, elapsed_s=p.elapsed_s + 1.0) if len(left) else p
+
+    return replace(now, pipelines=tuple(gone_on(p) for p in now.pipelines))
+
+
 def times(workers: int, pipelines: int, samples: int, seeds: range) -> dict[str, float]:
-    """Milliseconds of a first decision, and of the next one with the first as the last."""
-    first, again, shared = [], [], 0
+    """Milliseconds of a first decision, and of the next one with the first as the last; of processor time, which other
+    programs on the machine change less than they change the time that passes."""
+    first, following, shared = [], [], 0
     for seed in seeds:
         now = state(seed, workers, pipelines, samples)
-        start = time.perf_counter()
+        then = later(now)
+        start = time.process_time()
         sharing = share(now, budget_s=UNLIMITED_S)
-        middle = time.perf_counter()
-        share(now, budget_s=UNLIMITED_S, before=sharing)
+        middle = time.process_time()
+        share(then, budget_s=UNLIMITED_S, before=sharing)
         first.append(1e3 * (middle - start))
-        again.append(1e3 * (time.perf_counter() - middle))
+        following.append(1e3 * (time.process_time() - middle))
         shared += sharing.mode is Mode.SHARE
-    print(f"{workers} workers, {pipelines} pipelines: {statistics.median(first):.1f} ms", flush=True)
+    medians = statistics.median(first), statistics.median(following)
+    print(f"{workers} workers, {pipelines} pipelines: {medians[0]:.1f} ms, then {medians[1]:.1f} ms", flush=True)
     return {
-        "median_ms": round(statistics.median(first), 2),
+        "median_ms": round(medians[0], 2),
         "slowest_ms": round(max(first), 2),
-        "next_median_ms": round(statistics.median(again), 2),
+        "next_median_ms": round(medians[1], 2),
+        "next_slowest_ms": round(max(following), 2),
         "share_of_states_shared": round(shared / len(seeds), 2),
     }
 
@@ -185,15 +209,17 @@ def main() -> None:
         f"{w} workers, {p} pipelines": quality(w, p, range(1, 1 + (4 if arguments.quick else 12))) for w, p in SMALL
     }
     worst = min(case["ahead_over_best"] for case in small.values())
-    at_64, at_1024 = (sizes[f"{w} workers, {p} pipelines"]["median_ms"] for w, p, _ in SIZES[1:])
+    at_64, at_1024 = (sizes[f"{w} workers, {p} pipelines"] for w, p, _ in SIZES[-2:])
     common.finish(
         "planning",
         quick=arguments.quick,
         seeds=list(seeds),
         arms={"times": sizes, "quality": small},
         targets=[
-            common.target("ms_at_64_workers_4_pipelines", at_64, "< 5", at_64 < 5),
-            common.target("ms_at_1024_workers_32_pipelines", at_1024, "< 50", at_1024 < 50),
+            common.target("ms_at_64_workers_4_pipelines", at_64["median_ms"], "< 5", at_64["median_ms"] < 5),
+            common.target("next_ms_at_64_workers", at_64["next_median_ms"], "< 5", at_64["next_median_ms"] < 5),
+            common.target("ms_at_1024_workers_32_pipelines", at_1024["median_ms"], "< 50", at_1024["median_ms"] < 50),
+            common.target("next_ms_at_1024_workers", at_1024["next_median_ms"], "< 50", at_1024["next_median_ms"] < 50),
             common.target("ahead_over_exhaustive", worst, ">= 0.98", worst >= 0.98),
         ],
     )

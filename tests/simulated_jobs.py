@@ -108,7 +108,7 @@ class World:
         return self
 
     def stage(self, name: str) -> str:
-        return self.controller.drivers[name].stage
+        return self.controller.outcomes()[name].stage
 
     def _on_event(self, event: Event) -> None:
         self.on_event(event)

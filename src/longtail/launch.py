@@ -33,7 +33,7 @@ from longtail.rl.checkpoint import latest
 from longtail.rl.reward_pool import RewardPool, RewardSpec
 from longtail.runtime.check import CheckedJobs
 from longtail.runtime.controller import Controller
-from longtail.runtime.jobfile import JobFile, dump_resolved, load_jobs
+from longtail.runtime.jobfile import JobFile, dump_resolved, load_resolved
 from longtail.runtime.memory import BLOCK_TOKENS
 from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.resume import compare_for_resume
@@ -136,15 +136,7 @@ class Run:
         config, found = job_file.jobs.pipelines[name], checked.pipelines[name]
         policy = self.jobs.policy
         company = self._shared and checked.workers > 1 and policy.corun in ("auto", "greedy")
-        spec = RewardSpec(
-            task=config.task,
-            task_args=config.task_args,
-            seed=config.seed,
-            rewards=tuple(config.rewards),
-            base=job_file.base,
-            timeout_s=config.reward_timeout_s,
-        )
-        self.rewards.open(name, spec)
+        self.rewards.open(name, RewardSpec.of(config, base=job_file.base))
         return PipelinePlan(
             name=name,
             config=config,
@@ -189,14 +181,14 @@ class Run:
 
     def end(self, controller: Controller) -> RunResult:
         """What the run came to, told as its last event."""
-        drivers = controller.drivers
-        stages = {d.stage for d in drivers.values()}
+        outcomes = controller.outcomes()
+        stages = {outcome.stage for outcome in outcomes.values()}
         reason = "failed" if "failed" in stages else "interrupted" if "interrupted" in stages else "finished"
         result = RunResult(
             folder=self.folder,
             reason=reason,
-            checkpoints={name: d.saver.last_path for name, d in drivers.items()},
-            errors={name: d.error for name, d in drivers.items() if d.error},
+            checkpoints={name: outcome.checkpoint for name, outcome in outcomes.items()},
+            errors={name: outcome.error for name, outcome in outcomes.items() if outcome.error},
         )
         self.sink.write(RunEnded(reason=reason))
         return result
@@ -336,7 +328,7 @@ def _compare_with_earlier(folder: Path, job_file: JobFile) -> tuple[list[str], b
     config = folder / CONFIG_FILE
     if not config.exists():
         return [], False
-    changes = compare_for_resume(load_jobs(config).jobs, job_file.jobs)
+    changes = compare_for_resume(load_resolved(config), job_file.jobs)
     if changes.problems:
         raise ConfigError("\n".join(f"{job_file.path}: {problem}" for problem in changes.problems))
     return list(changes.notes), True

@@ -21,11 +21,13 @@ from longtail.jobs.service import JobService
 from longtail.launch import Run, RunResult, interruptible, run_folder
 from longtail.observe.lock import lock_run
 from longtail.observe.store import EVENTS_FILE, read_events
+from longtail.rl.reward_pool import RewardSpec
 from longtail.runtime.check import check_jobs
 from longtail.runtime.controller import Controller
 from longtail.runtime.jobfile import JobFile
 from longtail.runtime.machine import Machine, inspect_machine, memory
 from longtail.runtime.memory import PROCESS_BYTES
+from longtail.runtime.prompts import SAMPLE
 
 SLACK_BYTES = 256 << 20
 """What this process itself comes to take beyond its start, and what comes and goes everywhere."""
@@ -81,8 +83,12 @@ def run_up(cluster: JobFile, options: UpOptions) -> RunResult:
             board=board,
             record=record,
             controller=controller,
+            rehearse=lambda job_file, name: run.rewards.rehearse(
+                RewardSpec.of(job_file.jobs.pipelines[name], base=job_file.base), examples=SAMPLE
+            ),
             plan=run.plan,
             compile_for=run.compile_for,
+            forget=run.rewards.forget,
         )
         app = JobsApp(service, token=token, run=cluster.run_name, devices=list(workers.devices))
         presence = Presence(

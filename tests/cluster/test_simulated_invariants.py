@@ -195,7 +195,8 @@ class Chaos:
         if not self.quanta[key]:
             self.quanta[key] += 1
             totals = StepTotals(samples=1, tokens=900, max_tokens=900)
-            self.driven.send([worker], TrainBatches(**self.driven.of(name), step=0, batches=((0, TRAIN),), totals=totals))
+            train = TrainBatches(**self.driven.of(name), step=0, batches=((0, TRAIN),), totals=totals)
+            self.driven.send([worker], train)
 
     def save(self, name: str, worker: int) -> None:
         self.quanta[name, self.driven.attempts[name], worker] += 1

@@ -329,6 +329,22 @@ def test_own_work_of_another_kind_is_no_company():
     assert [company for one, company in judged if one.pipeline == "a"] == [ALONE, ALONE]
 
 
+def test_after_the_last_other_is_over_gaps_are_nobodys_again_and_what_was_unclear_is_left_out():
+    spans = WorkerSpans()
+    spans.add(span("b", 0.0, 0.4, 0.2))
+    spans.add(span("a", 0.5, 1.0, 0.1))
+    spans.keep({"a", "b"})
+    assert spans._held
+    spans.keep({"a"})
+    assert not spans._held
+    assert spans.add(span("a", 0.9, 1.4, 0.4)) == []  # began when the other may still have had work
+    lone = span("a", 2.0, 2.5, 0.4)
+    assert (lone, ALONE) in spans.add(lone)
+    slow = [span("a", 3.0 + i, 3.5 + i, 0.1) for i in range(20)]
+    judged = [judged for one in slow for judged in spans.add(one)]
+    assert (slow[0], ALONE) in judged
+
+
 @given(seed=st.integers(0, 10**6), names=st.integers(1, 4))
 @settings(max_examples=30, deadline=None)
 def test_each_span_is_judged_at_most_once_and_little_is_kept(seed, names):

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from e2e.harness import Outcome, run_inline, small_pipeline
 from longtail.cluster.messages import Generate, OpenPipeline, Refresh, Update
 from longtail.core.config import SharingPolicy
-from longtail.core.events import Span, StageEntered, StepEnded, WorkerLost
-from simulated_run import COSTS, pipeline, simulate
+from longtail.core.events import MoveMade, PipelineEnded, Span, StageEntered, StepEnded, WorkerLost
+from longtail.costs.table import TableKey
+from longtail.planner.state import Stage
+from simulated_run import COSTS, WIDE, pipeline, simulate
 
 STEPS = 4
 
@@ -85,26 +87,73 @@ def test_the_rollout_of_a_step_begins_before_the_one_before_is_trained(alone):
         assert synchronous.index(("rollout", step + 1)) > synchronous.index(("update", step)), step
 
 
+TAIL = [[200] * 4, *([[20] * 4] * 3)]
+
+
+def overlaps(spans: list[Span]) -> bool:
+    """Whether a training and the rollout of the step after it are under way together."""
+    return any(
+        one.substage == "train" and other.substage == "decode" and other.step == one.step + 1
+        and one.start < other.end and other.start < one.end
+        for one in spans for other in spans
+    )  # fmt: skip
+
+
+def test_no_group_forms_in_front_of_the_micro_batches_of_the_step_before(tmp_path):
+    """Alone and with groups that pay: they form at the start of the first rollout, and of others in the tail."""
+    costs = replace(WIDE, per_train_token_s=3e-3, update_s=0.05)
+    table = costs.table(
+        TableKey("simulated", "none", "float32", "simulated", 1), measured="", degrees=(2, 4), fine=False
+    )
+    formed = []
+
+    def on_event(event, cluster, controller):
+        if isinstance(event, MoveMade) and event.move == "widen":
+            formed.append((event.step, controller.drivers["a"].state(cluster.clock.time()).stage))
+
+    asked = pipeline(max_staleness=1, steps=6, rollout__prompts=4, train__micro_tokens=250, checkpoint__every=100)
+    run = simulate({"a": asked}, TAIL, tmp_path, workers=4, costs=lambda *_: costs, table=table, on_event=on_event)
+    assert formed
+    assert {stage for _, stage in formed} <= {Stage.ROLLOUT, Stage.SCORE}
+    assert overlaps([e for e in run.record.events if isinstance(e, Span)])
+
+
+def test_an_interrupted_pipeline_does_not_wait_for_a_lease_that_another_rollout_holds(tmp_path):
+    """On a virtual clock: a group of a fixed degree has two of three workers. The third one samples and trains the
+    other pipeline, which would like to update then."""
+    stopped = []
+
+    def on_event(event, cluster, controller):
+        controller.drivers["b"].begin_on = (2,)
+        update = isinstance(event, StageEntered) and (event.pipeline, event.stage) == ("b", "update")
+        if update and controller.drivers["a"].widen.degree == 2 and not stopped:
+            stopped.append((event.step, controller.drivers["a"].step))
+            controller.stop("b")
+
+    wide = pipeline(rollout__tp=2, rollout__prompts=2, steps=4, checkpoint__every=100)
+    quick = pipeline(rollout__tp=1, rollout__prompts=2, steps=9, checkpoint__every=100)
+    run = simulate({"a": wide, "b": quick}, TAIL, tmp_path, workers=3, costs=lambda *_: WIDE, on_event=on_event)
+    assert stopped, "no update ever waited"
+    ((step, before),) = stopped
+    (ended,) = [e for e in run.record.events if isinstance(e, PipelineEnded) and e.pipeline == "b"]
+    assert (ended.reason, ended.step) == ("interrupted", step), "the update is dropped"
+    over = [e.t for e in run.record.events if isinstance(e, StepEnded) and (e.pipeline, e.step) == ("a", before)]
+    assert ended.t < over[0]
+
+
 def test_training_fills_the_time_in_which_the_tail_of_the_next_rollout_leaves_workers_idle(tmp_path):
     """On a virtual clock: one prompt of each step runs ten times as long as the others."""
-    lengths = [[200] * 4, *([[20] * 4] * 3)]
     asked = {"rollout__prompts": 4, "train__micro_tokens": 250, "steps": 6, "checkpoint__every": 100}
     took_s, beside = [], []
     for staleness in (0, 1):
         job = pipeline(max_staleness=staleness, **asked)
         costs = replace(COSTS, per_train_token_s=3e-3, update_s=0.05)
         folder = tmp_path / str(staleness)
-        run = simulate({"a": job}, lengths, folder, workers=4, costs=lambda *_, costs=costs: costs)
+        run = simulate({"a": job}, TAIL, folder, workers=4, costs=lambda *_, costs=costs: costs)
         events = run.record.events
         took_s.append(max(e.t for e in events))
         spans = [e for e in events if isinstance(e, Span)]
-        beside.append(
-            any(
-                one.substage == "train" and other.substage == "decode" and other.step == one.step + 1
-                and one.start < other.end and other.start < one.end
-                for one in spans for other in spans
-            )
-        )  # fmt: skip
+        beside.append(overlaps(spans))
     assert beside == [False, True]
     assert took_s[1] < 0.9 * took_s[0]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from e2e.harness import Outcome, run_inline, small_pipeline
+from longtail.cluster.tenant import Tenant
 from longtail.core.errors import PeerLost
 from longtail.core.events import MoveEnded, MoveMade, Span, WorkerLost
 from longtail.engine.handoff import carry_out
@@ -95,8 +97,17 @@ def test_more_workers_make_wider_or_more_groups_and_learn_the_same(tmp_path, nar
 
 
 @pytest.mark.parametrize("threshold", [2, 6, 16])
-def test_merging_in_mid_rollout_learns_the_same(tmp_path, narrow, threshold):
+def test_merging_in_mid_rollout_learns_the_same(tmp_path, narrow, monkeypatch, threshold):
+    """Workers pause before each step, so that the controller, which hears of each, keeps up with them."""
+    sample = Tenant._sample
+
+    def slowly(tenant, steps):
+        time.sleep(0.005)
+        return sample(tenant, steps)
+
+    monkeypatch.setattr(Tenant, "_sample", slowly)
     merged = run(tmp_path, tp=f"threshold:{threshold}", workers=2)
+    monkeypatch.setattr(Tenant, "_sample", sample)
     assert_same_learning(narrow(2), merged)
     made = [e for e in merged.record.events if isinstance(e, MoveMade) and e.move == "widen"]
     ended = [e for e in merged.record.events if isinstance(e, MoveEnded)]

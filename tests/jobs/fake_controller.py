@@ -50,10 +50,10 @@ class FakeController:
     stopped: list[str] = field(default_factory=list)
     refusal: str | None = None
 
-    def submit(self, plan: Any) -> None:
+    def submit(self, *plans: Any) -> None:
         if self.refusal is not None:
             raise ValueError(self.refusal)
-        self.plans.append(plan)
+        self.plans.extend(plans)
 
     def stop(self, name: str) -> None:
         self.stopped.append(name)
@@ -74,7 +74,7 @@ class FakeController:
 
 @dataclass
 class Bench:
-    """``load`` is called where rewards would be loaded."""
+    """``loaded`` and ``forgotten`` are names of which rewards would have been loaded, and let go."""
 
     service: JobService
     controller: FakeController
@@ -82,19 +82,31 @@ class Bench:
     ledger: Ledger
     folder: Path
     loaded: list[str]
+    forgotten: list[str]
 
 
 def bench(
-    tmp_path: Path, *, allow: tuple[str, ...] = (), free_gib: float = 8.0, workers: int = 1, load: Any = None
+    tmp_path: Path,
+    *,
+    allow: tuple[str, ...] = (),
+    free_gib: float = 8.0,
+    workers: int = 1,
+    rehearse: Any = lambda job_file, name: None,
+    load: Any = None,
 ) -> Bench:
-    """A service in ``tmp_path / 'run'``, its jobs folder ``tmp_path / 'jobs'``; both are kept between calls."""
+    """A service in ``tmp_path / 'run'``, its jobs folder ``tmp_path / 'jobs'``; both are kept between calls.
+
+    ``load`` is called where rewards would be loaded.
+    """
     folder, jobs_dir = tmp_path / "run", tmp_path / "jobs"
     folder.mkdir(parents=True, exist_ok=True)
     jobs_dir.mkdir(exist_ok=True)
     cluster = cluster_file(None, name="lab", workers=workers)
     free = round(free_gib * GIB) * workers
     machine = Machine(cores=4, memory_bytes=free, free_bytes=free)
-    board, loaded = Board(), []
+    board = Board()
+    loaded: list[str] = []
+    forgotten: list[str] = []
     controller = FakeController(board)
     ledger = Ledger(max(0, free // workers - PROCESS_BYTES), workers=workers)
 
@@ -114,7 +126,9 @@ def bench(
         board=board,
         record=Record(folder),
         controller=controller,
+        rehearse=rehearse,
         plan=plan,
         compile_for=lambda checked, job_file: None,
+        forget=forgotten.append,
     )
-    return Bench(service, controller, board, ledger, folder, loaded)
+    return Bench(service, controller, board, ledger, folder, loaded, forgotten)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from jobs.serving import TOKEN
 from longtail.core.errors import ConfigError, ServerError
 from longtail.jobs.app import JobsApp
 from longtail.jobs.client import Endpoint, JobsClient, find
-from longtail.jobs.listen import Bind, listening
+from longtail.jobs.listen import MOST_AT_ONCE, Bind, listening
 from longtail.jobs.presence import Presence, announced, default_token_file, others, read_token, state_folder, token_of
 
 
@@ -105,6 +108,20 @@ def test_a_run_is_found_while_it_is_up_and_only_then():
         assert others() == [presence()]
     assert others() == []
     assert not path.exists()
+
+
+def test_a_run_that_cannot_be_announced_leaves_nothing(monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    fds = len(os.listdir("/proc/self/fd"))
+    for call in ("replace", "fdopen"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, full)
+            with pytest.raises(ConfigError, match="cannot be used: No space left on device"), announced(presence()):
+                pass
+    assert [p for p in (state_folder() / "up").rglob("*") if p.is_file()] == []
+    assert len(os.listdir("/proc/self/fd")) == fds
 
 
 def test_what_a_killed_run_left_is_recognised_and_removed(tmp_path):
@@ -236,3 +253,24 @@ def test_by_tls_the_certificate_is_checked(tmp_path, host):
             assert client.list().run == "lab"
         with JobsClient(Endpoint(f"http://127.0.0.1:{bind.port}", TOKEN)) as client, pytest.raises(ServerError):
             client.list()
+
+
+def test_by_tls_whoever_does_not_close_keeps_nobody_out(tmp_path):
+    """The other end may take its time for the last words of TLS."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    certificate, key, ca_file = (tmp_path / n for n in ("cert.pem", "key.pem", "ca.pem"))
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(ca_file)
+    context = ssl.create_default_context(cafile=ca_file)
+    sock, bind = Bind.parse("127.0.0.1:0", certificate=certificate, private_key=key).open()
+    app = JobsApp(bench(tmp_path).service, token=TOKEN, run="lab", devices=[])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listening(app, sock, bind))
+        for _ in range(2 * MOST_AT_ONCE):
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", bind.port), timeout=30))
+            secure = stack.enter_context(context.wrap_socket(plain, server_hostname="localhost"))
+            secure.sendall(b"GET /v1/jobs HTTP/1.1\r\nhost: x\r\n\r\n")
+        with JobsClient(Endpoint(f"https://localhost:{bind.port}", TOKEN, ca_file)) as client:
+            assert client.list().run == "lab"

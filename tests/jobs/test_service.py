@@ -296,3 +296,141 @@ def test_nothing_is_admitted_once_the_run_is_ending(tmp_path):
         submit(late, job("a"))
     assert late.ledger.granted == {}
     assert json.loads((late.folder / ".jobs.json").read_text()) == {"kv_bytes": {}}
+
+
+# -- together or not at all
+
+
+def test_of_several_jobs_that_cannot_be_handed_over_none_runs_and_nothing_is_left(tmp_path, saved):
+    b = bench(tmp_path)
+    submit(b, job("a"))
+    b.controller.begin("a")
+    b.controller.end("a", step=2)
+    save(b, "a", 2)
+    record, status = (b.folder / "config.yaml").read_text(), b.service.job("a")
+    b.controller.refusal = "pipeline c comes too late: the run is ending"
+    three = "".join(job(name, "seed: 0").removeprefix("pipelines:\n" if i else "") for i, name in enumerate("acd"))
+    for fresh in (False, True):
+        with pytest.raises(NotNow, match="the run is ending"):
+            submit(b, three.replace("seed: 0", "seed: 6") if fresh else three, fresh=fresh)
+        assert [p.name for p in b.controller.plans] == ["a"]
+        assert b.service.jobs() == [status]
+        assert b.ledger.granted == {}
+        assert (b.folder / "config.yaml").read_text() == record
+        assert json.loads((b.folder / ".jobs.json").read_text()) == {"kv_bytes": {}}
+        assert [p.name for p in b.folder.glob("a*")] == ["a"]
+    b.controller.refusal = None
+    submit(b, three, fresh=True)
+    assert sorted(p.name for p in b.folder.glob("a*")) == ["a~1"]
+
+
+def test_a_run_folder_that_cannot_be_written_is_told_and_changes_nothing(tmp_path, saved, monkeypatch):
+    from longtail.jobs import record
+
+    def full(jobs, path):
+        raise OSError(28, "No space left on device")
+
+    b = bench(tmp_path)
+    save(b, "a", 2)
+    monkeypatch.setattr(record, "dump_resolved", full)
+    with pytest.raises(CapacityError, match="cannot be written: No space left on device"):
+        submit(b, job("a"), fresh=True)
+    assert (b.controller.plans, b.ledger.granted, b.service.jobs()) == ([], {}, [])
+    assert [p.name for p in b.folder.glob("a*")] == ["a"]
+
+
+def test_a_job_that_cannot_be_handed_over_still_goes_on_at_the_next_start(tmp_path):
+    submit(bench(tmp_path), job("a"))
+    ending = bench(tmp_path)
+    ending.controller.refusal = "pipeline a comes too late: the run is ending"
+    assert ending.service.resume() == ["a does not go on: pipeline a comes too late: the run is ending."]
+    late = bench(tmp_path)
+    assert late.service.resume() == []
+    assert [p.name for p in late.controller.plans] == ["a"]
+
+
+def test_a_stop_while_a_job_is_handed_over_is_not_lost(tmp_path):
+    """The controller would not know the name yet, or stop what had it before."""
+    b = bench(tmp_path)
+    asked, stopped = threading.Event(), []
+    give = b.controller.submit
+
+    def slow(*plans):
+        thread = threading.Thread(target=lambda: (asked.set(), stopped.append(b.service.stop("a").state)))
+        thread.start()
+        asked.wait(10)
+        thread.join(0.2)
+        assert b.controller.stopped == []
+        give(*plans)
+        threads.append(thread)
+
+    threads: list[threading.Thread] = []
+    b.controller.submit = slow
+    submit(b, job("a"))
+    threads[0].join(10)
+    assert (b.controller.stopped, stopped) == (["a"], ["ending"])
+
+
+# -- what cannot be known to be harmless
+
+
+def test_prompts_that_cannot_be_made_within_bounds_are_refused_before_they_are_made_here(tmp_path, monkeypatch):
+    from longtail.jobs import service
+
+    def rehearse(job_file, name):
+        raise ConfigError("task reverse-text: its prompts are not made after 60 s")
+
+    monkeypatch.setattr(service, "check_jobs", lambda *_, **__: pytest.fail("made here"))
+    b = bench(tmp_path, rehearse=rehearse)
+    with pytest.raises(
+        ConfigError, match=r"^job.yaml:4: pipelines.a.task: task reverse-text: its prompts are not made after 60 s\.$"
+    ):
+        submit(b, job("a"))
+    assert (b.controller.plans, b.ledger.granted, b.service.jobs()) == ([], {}, [])
+
+
+def test_what_was_loaded_for_a_job_is_let_go_when_it_is_over_or_refused(tmp_path):
+    b = bench(tmp_path)
+    submit(b, job("a"))
+    assert b.forgotten == []
+    b.controller.end("a")
+    assert b.forgotten == ["a"]
+    b.controller.refusal = "no"
+    with pytest.raises(NotNow):
+        submit(b, job("b"))
+    assert b.forgotten == ["a", "b"]
+
+
+# -- a record of any size
+
+
+def test_a_run_folder_that_has_had_very_many_jobs_can_be_used_again(tmp_path, monkeypatch):
+    from longtail.runtime import jobfile, yamlfile
+
+    monkeypatch.setattr(jobfile, "MAX_BYTES", 4096)
+    monkeypatch.setattr(yamlfile, "MAX_NODES", 200)
+    monkeypatch.setattr(jobfile.read_text, "__kwdefaults__", {"most_bytes": 4096})
+    monkeypatch.setattr(yamlfile.read, "__kwdefaults__", {"most_nodes": 200})
+    b = bench(tmp_path)
+    for i in range(8):
+        submit(b, job(f"a{i}"))
+    config = b.folder / "config.yaml"
+    assert config.stat().st_size > 4096
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        load_jobs(config)
+    again = bench(tmp_path)
+    assert again.service.resume() == []
+    assert [p.name for p in again.controller.plans] == [f"a{i}" for i in range(8)]
+
+
+def test_a_job_as_large_as_a_submission_may_be_can_go_on(tmp_path):
+    (tmp_path / "jobs").mkdir(parents=True)
+    (tmp_path / "jobs" / "rows.jsonl").write_text('{"prompt": "x"}\n' * 4)
+    for name in "ab":
+        text = job(name, f'rollout: {{prompts: 2, max_tokens: 8, stop: ["{"x" * 600_000}"]}}').replace(
+            "    rollout: {prompts: 2, max_tokens: 8}\n", ""
+        )
+        submit(bench(tmp_path), text)
+    again = bench(tmp_path)
+    assert again.service.resume() == []
+    assert [len(p.config.rollout.stop[0]) for p in again.controller.plans] == [600_000] * 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from longtail.core.events import RunStarted, StepEnded
+from longtail.core.events import PipelineEnded, RunStarted, StepEnded
 from longtail.observe.tensorboard import WORKERS_RUN, TensorBoardSink
 from synthetic_run import (
     BUSY,
@@ -71,6 +71,17 @@ def test_a_resumed_run_writes_a_second_file_and_continues_the_curves(tmp_path):
     assert len(list((tmp_path / "sums").iterdir())) == 2
     assert steps(read(tmp_path / "sums")) == [(k, 0.05 * k) for k in range(1, 21)]
     assert steps(read(tmp_path / "collatz")) == [(k, 0.1 * k) for k in range(1, 9)]
+
+
+def test_pipelines_that_are_over_hold_no_files(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for name in "abc":
+        for step in range(2):  # a name may come again
+            sink.write(StepEnded(pipeline=name, step=step, metrics={"reward_mean": 0.5}))
+            sink.write(PipelineEnded(pipeline=name, step=step + 1, reason="finished"))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert all(steps(read(tmp_path / name)) == [(1, 0.5), (2, 0.5)] for name in "abc")
 
 
 def test_nan_and_infinity_are_points_and_hide_no_other(tmp_path):

@@ -346,3 +346,63 @@ def test_the_pools_files_are_removed(tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     RewardPool(processes=1, log_path=tmp_path / "rewards.log").close()
     assert list(Path(tmp_path / "tmp").iterdir()) == []
+
+
+def test_functions_of_a_pipeline_that_is_over_are_let_go_and_may_come_back_changed(base, tmp_path):
+    (base / "kept.py").write_text(
+        "import gc\n\ndef loaded(completions, **columns):\n"
+        "    from longtail.rl import reward_pool\n"
+        "    return [float(len(reward_pool._loaded))] * len(completions)\n"
+    )
+    of_kept = RewardSpec("collatz", {}, 0, ("kept:loaded",), base, 20.0)
+    with RewardPool(processes=1, log_path=tmp_path / "rewards.log") as pool:
+        for name in ("a", "b", "c"):
+            pool.open(name, of_kept)
+        assert pool.submit("a", step=0, **SIXTEEN).result()[0] == 3.0
+        pool.forget("b")
+        pool.forget("b")
+        assert pool.submit("a", step=1, **SIXTEEN).result()[0] == 2.0
+        pool.open("b", spec(base, "ones"))
+        assert pool.submit("b", step=0, **SIXTEEN).result() == [1.0] * 16
+        assert pool.submit("a", step=2, **SIXTEEN).result()[0] == 3.0
+
+
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory):
+    with RewardPool(processes=1, log_path=tmp_path_factory.mktemp("rehearsals") / "rewards.log") as pool:
+        yield pool
+
+
+def test_prompts_that_take_too_long_are_found_and_the_pool_goes_on(rehearsals, base, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "never.jsonl")
+    monkeypatch.setattr("longtail.rl.reward_pool.PROMPTS_TIMEOUT_S", 1.5)
+    for endless in (
+        spec(tmp_path, "", task="never.jsonl"),
+        spec(base, "", task="reasoning_gym/chain_sum", size=10**12),
+    ):
+        with pytest.raises(ConfigError, match=r"^task \S+: its prompts are not made after 1\.5 s$"):
+            rehearsals.rehearse(endless, examples=4)
+    monkeypatch.undo()
+    rehearsals.rehearse(spec(base, "", task="reasoning_gym/chain_sum"), examples=4)
+
+
+def test_what_a_task_itself_refuses_is_left_to_the_check(rehearsals, base):
+    rehearsals.rehearse(spec(base, "", task="nowhere.jsonl"), examples=4)
+    rehearsals.rehearse(spec(base, "", task="reasoning_gym/nothing"), examples=4)
+
+
+def test_any_other_end_of_a_rehearsal_is_a_refusal(rehearsals, base, monkeypatch):
+    from longtail.rl import reward_pool
+
+    for make, says in ((_runs_out_of_memory, "cannot be made: MemoryError"), (_is_killed, "ended the process")):
+        monkeypatch.setattr(reward_pool, "_rehearse", make)
+        with pytest.raises(ConfigError, match=says):
+            rehearsals.rehearse(spec(base, ""), examples=4)
+
+
+def _runs_out_of_memory(*_):
+    raise MemoryError
+
+
+def _is_killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)

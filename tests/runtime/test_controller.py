@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +15,7 @@ from longtail.core.errors import CapacityError
 from longtail.core.events import Note, PipelineEnded, PipelineStarted, Rollback, StageEntered, StepEnded, WorkerLost
 from longtail.runtime.turns import By
 from simulated_jobs import BrokenRows, World, all_samples
-from simulated_run import pipeline
+from simulated_run import Rows, pipeline
 
 GREEDY = SharingPolicy(corun="greedy")
 
@@ -60,11 +63,68 @@ def test_a_name_may_be_had_again_only_when_its_pipeline_is_over(tmp_path):
     at(world, PipelineEnded, lambda: world.submit("b", pipeline(steps=1)), pipeline="a", step=1)
     first = world.controller.drivers["a"]
     world.run()
-    second = world.controller.drivers["a"]
+    second = world.controller.ended["a"]
     assert len(refused) == 2
     assert (first.stage, second.stage) == ("finished", "finished")
-    assert second.plan.folder == tmp_path / "other"
+    assert second.checkpoint is not None
+    assert second.checkpoint.parent == tmp_path / "other"
     assert second.attempt > first.attempt, "reports of the first could pass for the second's"
+
+
+def test_of_several_that_come_together_all_begin_or_none(tmp_path):
+    world = World(tmp_path, {"a": pipeline(steps=2)}, ends_after=3)
+    names = ["b", "a", "c"]
+
+    def together() -> None:
+        with pytest.raises(ValueError, match="pipeline a is not over yet"):
+            world.controller.submit(*(world.plan(name, pipeline(steps=1)) for name in names))
+        names.remove("a")
+        world.controller.submit(*(world.plan(name, pipeline(steps=1)) for name in names))
+
+    at(world, StepEnded, together, pipeline="a", step=0)
+    world.run()
+    assert [e.pipeline for e in world.record.events if isinstance(e, PipelineStarted)] == ["a", "b", "c"]
+    assert {name: world.stage(name) for name in "abc"} == dict.fromkeys("abc", "finished")
+
+
+@pytest.mark.parametrize("corun", ["auto", "greedy", "serial"])
+def test_a_controller_that_keeps_running_keeps_little_of_pipelines_that_are_over(tmp_path, corun):
+    """What they came to, and neither plans, tasks nor what was learnt of their lengths."""
+    jobs = {f"job{i}": pipeline(steps=1 + i % 2, seed=i) for i in range(6)}
+    world = World(tmp_path, ends_after=len(jobs) + 1, policy=SharingPolicy(corun=corun), fails_at={"job2": 1})
+    kept: list[weakref.ref] = []
+
+    def come(names: Iterator[str]) -> None:
+        if (name := next(names, None)) is not None:
+            task = Rows(world.lengths)
+            kept.append(weakref.ref(task))
+            world.submit(name, jobs[name], task=task)
+
+    names = iter(jobs)
+    before = world.on_event
+
+    def go_on(event) -> None:
+        before(event)
+        if isinstance(event, PipelineEnded):
+            world.cluster.later(30.0, lambda: come(names))
+            if len(world.ended) + 1 == len(jobs):
+                world.cluster.later(60.0, look)
+
+    def look() -> None:
+        gc.collect()
+        assert [ref() for ref in kept] == [None] * len(jobs)
+        assert world.controller.drivers == {}
+        world.controller.stop("job1")  # which is over
+        world.submit("last", pipeline(steps=1))
+
+    world.on_event = go_on
+    come(names)
+    come(names)
+    world.run()
+    stages = {name: outcome.stage for name, outcome in world.controller.outcomes().items()}
+    assert stages == {name: "failed" if name == "job2" else "finished" for name in [*jobs, "last"]}
+    assert "the reward function raised" in str(world.controller.ended["job2"].error)
+    assert world.controller.ended["job3"].step == 2
 
 
 def test_a_stopped_pipeline_saves_and_ends_and_goes_on_from_there_when_it_comes_again(tmp_path):
@@ -176,7 +236,7 @@ def test_workers_that_cannot_be_replaced_end_a_controller_that_was_to_keep_runni
     with pytest.raises(CapacityError, match="no machines left"):
         world.run()
     for name in ("a", "late"):
-        assert "no machines left" in world.controller.drivers[name].error
+        assert "no machines left" in str(world.controller.outcomes()[name].error)
 
 
 def test_a_fresh_worker_is_told_the_weights_that_the_others_have(tmp_path):

@@ -89,9 +89,8 @@ class Scene:
 
     def _look(self, name: str) -> None:
         """Is it time to come again?"""
-        driver = self.world.controller.drivers.get(name)
         if name in self._to_come_again:
-            if driver is not None and driver.over:
+            if name in self.world.controller.ended:
                 self._to_come_again.remove(name)
                 self.world.submit(name, self.configs[name])
             else:
@@ -101,21 +100,22 @@ class Scene:
         self.world.run()
 
     def check(self) -> None:
-        samples, drivers = self.world.samples(), self.world.controller.drivers
-        assert set(drivers) == set(self.jobs)
-        gave_up = any("workers were lost" in (driver.error or "") for driver in drivers.values())
+        samples, outcomes = self.world.samples(), self.world.controller.ended
+        assert set(outcomes) == set(self.jobs)
+        assert self.world.controller.drivers == {}
+        gave_up = any("workers were lost" in (outcome.error or "") for outcome in outcomes.values())
         for name, job in self.jobs.items():
-            driver, config = drivers[name], self.configs[name]
+            outcome, config = outcomes[name], self.configs[name]
             reasons = [
                 e.reason for e in self.world.record.events if isinstance(e, PipelineEnded) and e.pipeline == name
             ]
             assert len(reasons) == 1 + job.again
             assert reasons.count("interrupted") <= (job.stops_s is not None), "nobody stopped it"
-            assert "failed" not in reasons or job.fails_at is not None or gave_up, driver.error
-            if driver.stage == "finished":
+            assert "failed" not in reasons or job.fails_at is not None or gave_up, outcome.error
+            if outcome.stage == "finished":
                 assert samples[name] == all_samples(config)
-            elif driver.stage == "interrupted":
-                assert samples[name] >= all_samples(config, driver.step)
+            elif outcome.stage == "interrupted":
+                assert samples[name] >= all_samples(config, outcome.step)
         assert self.world.controller._leases.idle
         assert self.world.controller._turns.holder is None
         assert not any(self.world.controller._turns.waits(name) for name in self.jobs)

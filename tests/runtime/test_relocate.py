@@ -73,6 +73,14 @@ def test_to_begin_on_all_workers_is_no_placement():
     assert [made.move for made in bench.of_kind(MoveMade)] == ["widen"]
 
 
+def test_groups_of_a_fixed_degree_begin_on_all_workers_wherever_the_others_would():
+    bench = Bench(tp=2, workers=4, lengths=FOUR, company=True)
+    assert not bench.begin(on=(0,)), "it waits for its groups"
+    bench.grant()
+    assert bench.widen.layout == Layout(((0, 1), (2, 3)))
+    assert [made.move for made in bench.of_kind(MoveMade)] == ["widen"]
+
+
 @pytest.mark.parametrize("on", [(), (2,), (0, -1)])
 def test_workers_that_there_are_not_are_an_error(on):
     with pytest.raises(ValueError, match="among 0 to 1"):
@@ -326,6 +334,21 @@ def test_samples_that_nobody_has_yet_are_told_apart_from_those_not_heard_of():
     assert live.remaining.tolist() == [42, 51, 90, 80]
     bench.hear({0: [[8, 9]]}, dispatched=True)
     assert bench.widen.live_samples() is None
+
+
+def test_during_a_switch_nothing_is_said_of_samples_since_two_workers_may_have_told_of_the_same_one():
+    bench = on_two()
+    assert bench.widen.relocate(relocation((0,)))
+    assert bench.widen.live_samples() is not None, "nothing has moved yet"
+    bench.grant()
+    bench.hear({0: [[9, 10], [9, 8]]})
+    bench.hear_from(1, {bench.requests[1].request_id: [8, 7]})
+    assert bench.widen.live_samples() is None
+    bench.switched()
+    bench.hear({0: [[9, 10], [9, 8]]})
+    live = bench.widen.live_samples()
+    assert live is not None
+    assert live.worker.tolist() == [0, 0, 0, 0]
 
 
 def test_outside_of_a_rollout_no_sample_is_live():

@@ -157,6 +157,19 @@ def test_an_asynchronous_pipeline_lets_go_when_both_its_stages_have_ended_and_be
     assert a.own.grants("train")
 
 
+def test_what_waits_for_the_next_turn_begins_when_there_are_no_turns_any_more():
+    turns = Turns(By.STAGE)
+    a = Turn(turns, "a")
+    for stage in ("rollout", "train"):
+        a.own.ask(stage)
+        assert a.own.grants(stage)
+    a.own.done("rollout")
+    a.own.ask("rollout")
+    assert not a.own.grants("rollout"), "it is to let go first, when its training has ended"
+    turns.change(By.NOTHING)
+    assert a.own.grants("rollout")
+
+
 def test_what_was_asked_for_and_dropped_is_not_granted_and_gives_the_turn_to_others():
     turns = Turns(By.STEP)
     a, b = Turn(turns, "a"), Turn(turns, "b")

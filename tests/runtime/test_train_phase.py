@@ -37,7 +37,7 @@ def group(number: int, *lengths: int, advantage: float = 1.0) -> TrainGroup:
 class Bench:
     """A training without workers: what they were sent and have not reported is in ``waiting``, oldest first."""
 
-    def __init__(self, workers: int = 2, *, groups: list[TrainGroup], **algorithm) -> None:
+    def __init__(self, workers: int = 2, *, groups: list[TrainGroup], grouped=(), **algorithm) -> None:
         config = Pipeline.model_validate(
             {"model": "m", "task": "t", "algorithm": algorithm, "train": {"micro_tokens": 40}}
         )
@@ -49,9 +49,16 @@ class Bench:
         self.handed: list[int] = []
         self.updates: list[Update] = []
         self.book = LeaseBook()
+        self.form_group(grouped)
         leases = Leases(self.book, "a", contended=lambda: False)
         self.phase = TrainPhase(plan, workers=workers, send=self._send, leases=leases)
         self.phase.begin(7, groups, attempt=3)
+
+    def form_group(self, workers) -> None:
+        """Of another pipeline."""
+        if workers:
+            self.book.ask("other", tuple(workers), "switch")
+            self.book.grant()
 
     def _send(self, worker: int, command) -> None:
         assert (command.pipeline, command.attempt, command.step) == ("a", 3, 7)
@@ -78,6 +85,9 @@ class Bench:
         (lease,) = self.book.grant()
         self.phase.granted(lease)
         assert len(self.updates) == self.workers, "every worker takes part"
+        self.updated(lease)
+
+    def updated(self, lease) -> None:
         self.updates.clear()
         for worker in range(self.workers):
             assert self.phase.at == "updating"
@@ -151,26 +161,85 @@ def test_a_worker_that_is_fast_computes_more_of_a_step():
 
 def test_the_last_micro_batches_are_not_kept_by_a_worker_that_is_busy():
     deal = Deal([object()] * 3, 2)
-    assert deal.start() == [[0], [1]]
-    assert deal.done(1, 1, MicroStats()) == [2]
-    assert deal.done(1, 2, MicroStats()) == []
+    assert deal.hand_out() == {0: [0], 1: [1]}
+    deal.done(1, 1, MicroStats())
+    assert deal.hand_out() == {1: [2]}
+    deal.done(1, 2, MicroStats())
+    assert deal.hand_out() == {}
     assert not deal.over
     deal.done(0, 0, MicroStats())
     assert deal.over
 
 
 def test_the_only_worker_gets_all_at_once():
-    assert Deal([object()] * 9, 1).start() == [list(range(9))]
+    assert Deal([object()] * 9, 1).hand_out() == {0: list(range(9))}
 
 
 def test_a_micro_batch_that_is_reported_twice_or_by_another_worker_is_an_error():
     deal = Deal([object()] * 8, 2)
-    deal.start()
+    deal.hand_out()
     with pytest.raises(RuntimeError, match="worker 1 reports micro-batch 0"):
         deal.done(1, 0, MicroStats())
     deal.done(0, 0, MicroStats())
     with pytest.raises(RuntimeError, match="has reported"):
         deal.done(0, 0, MicroStats())
+
+
+def test_workers_in_a_group_of_another_pipeline_get_their_micro_batches_when_it_is_over():
+    bench = Bench(3, groups=[group(i, 30) for i in range(12)], grouped=(0, 1))
+    assert [len(waiting) for waiting in bench.waiting] == [0, 0, AHEAD]
+    bench.report(2)
+    assert [len(waiting) for waiting in bench.waiting] == [0, 0, AHEAD]
+    bench.book.clear()
+    bench.phase.hand_out()
+    assert [len(waiting) for waiting in bench.waiting] == [AHEAD, AHEAD, AHEAD]
+
+
+@settings(max_examples=60)
+@given(
+    lengths=GROUPS, workers=st.integers(1, 5), grouped=st.sets(st.integers(0, 4)),
+    events=st.lists(st.integers(0, 9), max_size=60),
+)  # fmt: skip
+def test_a_training_goes_on_with_the_free_workers_whichever_of_them_form_groups_meanwhile(
+    lengths, workers, grouped, events
+):
+    groups = [group(i, *row) for i, row in enumerate(lengths)]
+    bench = Bench(workers, groups=groups, grouped=grouped & set(range(workers)))
+    chosen = iter(events)
+    while bench.phase.at == "passing":
+        away = bench.book.grouped
+        before = [len(waiting) for waiting in bench.waiting]
+        event = next(chosen, 0)
+        able = [worker for worker in range(workers) if bench.waiting[worker] and worker not in away]
+        left = bench.phase.tokens_left > sum(batch.tokens for waiting in bench.waiting for _, batch in waiting)
+        assert able or not left or not set(range(workers)) - away, "somebody is free, and has nothing of what is left"
+        if event == 9 or not able:  # groups come and go
+            bench.book.clear()
+            if able:
+                bench.form_group([next(chosen, 0) % workers])
+            bench.phase.hand_out()
+        else:
+            bench.report(able[event % len(able)])
+        for worker in away & bench.book.grouped:
+            assert len(bench.waiting[worker]) == before[worker], "it got some although it samples in a group"
+    assert sorted(bench.handed) == list(range(len(bench.handed)))
+    assert bench.phase.metrics()["loss"] == len(bench.handed)
+
+
+def test_an_update_that_waits_for_its_lease_can_still_be_dropped():
+    bench = Bench(2, groups=[group(i, 30) for i in range(4)], iterations=2)
+    between = []
+    for _ in range(2):
+        bench.run_pass(iter([]))
+        bench.phase.update()
+        between.append(bench.phase.between_updates)
+        (lease,) = bench.book.grant()
+        bench.phase.granted(lease)
+        between.append(bench.phase.between_updates)
+        bench.updated(lease)
+    assert between == [False, True, True, True]
+    bench.phase.reset()
+    assert not bench.phase.between_updates
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

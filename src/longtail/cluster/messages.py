@@ -77,8 +77,8 @@ class Generate(PipelineCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Switch(PipelineCommand):
-    """Go over to ``groups`` of the lease's workers at the next quantum boundary, with all sequences; a worker that is in
-    none of them gives its sequences away.
+    """Go over to ``groups`` of the lease's workers at the next quantum boundary, with all sequences; a worker that is
+    in none of them gives its sequences away.
 
     It is sent to the leaders of the present groups, who pass it on. Sequences of a group that lies within one of
     ``groups`` go there, unless they are to be dealt out evenly over all of ``groups`` (``rebalance``). ``how`` says by
@@ -97,8 +97,8 @@ class Switch(PipelineCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(PipelineCommand):
-    """Measure what work of this pipeline costs, as a member of ``lease`` over all workers, at each of ``degrees``; or what
-    it and the work of the pipeline ``beside``, open on all workers too, do to each other."""
+    """Measure what work of this pipeline costs, as a member of ``lease`` over all workers, at each of ``degrees``; or
+    what it and the work of the pipeline ``beside``, open on all workers too, do to each other."""
 
     lease: Lease
     degrees: tuple[int, ...]

@@ -105,8 +105,8 @@ class _Fill:
 class Piece:
     """Work without an event inside: some decode steps of one batch, a prefill chunk, or a micro-batch.
 
-    ``work_s`` is what it takes alone, of which ``done_s`` is done; ``lost_s`` went by because of others. ``context`` are
-    the tokens in the lanes of its first quantum.
+    ``work_s`` is what it takes alone, of which ``done_s`` is done; ``lost_s`` went by because of others. ``context``
+    are the tokens in the lanes of its first quantum.
     """
 
     substage: SubStage

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from longtail.core.events import Span
@@ -54,6 +54,8 @@ class WorkerSpans:
         self._held: deque[tuple[Span, float]] = deque()
         self._told: dict[str, float] = {}
         """Up to when each pipeline has told of its time here."""
+        self._shared_until = -math.inf
+        """Up to when pipelines that are gone may have had time here of which they will not tell."""
 
     def add(self, span: Span) -> list[tuple[Span, Company]]:
         """The spans that can be judged now, this one or earlier ones; what is unclear is left out."""
@@ -64,7 +66,7 @@ class WorkerSpans:
         self._recent.append(span)
         self._told[span.pipeline] = max(before or 0.0, span.end)
         judged = list[tuple[Span, Company]]()
-        lone = len(self._told) == 1
+        lone = len(self._told) == 1 and since >= self._shared_until
         if span.busy_s >= (1.0 - IDLE if lone else ALL) * (span.end - since):
             judged.append((span, ALONE))
         else:
@@ -74,6 +76,17 @@ class WorkerSpans:
             if company is not None:
                 judged.append((held[0], company))
         return judged
+
+    def keep(self, pipelines: Collection[str]) -> None:
+        """All but these are over; what their last work leaves unclear is left out."""
+        gone = self._told.keys() - pipelines
+        if not gone:
+            return
+        told = min(self._told[name] for name in gone)
+        self._shared_until = max(self._shared_until, *self._told.values())
+        self._held = deque(held for held in self._held if held[0].pipeline in pipelines and held[0].end <= told)
+        for name in gone:
+            del self._told[name]
 
     def _ready(self) -> list[tuple[Span, float]]:
         if not self._held:
@@ -89,7 +102,7 @@ class WorkerSpans:
         return ready
 
     def _judge(self, span: Span, since: float) -> Company | None:
-        if len(self._told) == 1:
+        if len(self._told) == 1 and since >= self._shared_until:
             return ALONE
         total_s, mine_s = span.end - since, span.busy_s
         others: dict[tuple[str, str | None], float] = {}

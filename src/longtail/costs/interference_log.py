@@ -9,7 +9,7 @@ predicted for them together is right all the same, and as soon as one of them is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from longtail.core.events import Span
@@ -69,6 +69,11 @@ class InterferenceLog:
                 own.observe(judged)
             elif judged.tp == 1:
                 self._learn(judged, company, own)
+
+    def keep(self, pipelines: Collection[str]) -> None:
+        """All pipelines but these are over."""
+        for spans in self._workers.values():
+            spans.keep(pipelines)
 
     def current(self) -> Interference:
         """All that is known by now."""

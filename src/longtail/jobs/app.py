@@ -46,7 +46,9 @@ class JobsApp:
                 self._authenticate(header(scope, b"authorization"))
                 answer = await self._answer(scope, receive)
             except ApiError as error:
-                await respond(send, error.status, error.headers(), error.body())
+                # Whoever has no token gets this answer and no second one on its connection (see connections.py).
+                ends = [(b"connection", b"close")] if error.status == 401 else []
+                await respond(send, error.status, [*error.headers(), *ends], error.body())
                 return
             body = answer.model_dump_json().encode()
             await respond(send, 200, [(b"content-type", b"application/json")], body)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from longtail.core.events import Event, PipelineEnded, PipelineStarted
 from longtail.jobs.wire import JobStatus, State
@@ -20,6 +22,9 @@ STATES: dict[str, State] = {
     "failed": "failed",
     "interrupted": "stopped",
 }
+
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -52,12 +57,24 @@ class Board:
             if entry.state in ("waiting", "running"):
                 entry.state = "stopped"
 
-    def expect(self, name: str, *, steps: int, fresh: bool) -> None:
-        """A job has been admitted; what is known from an earlier time under this name is past, or (``fresh``) void."""
+    @contextlib.contextmanager
+    def expecting(self, steps: Mapping[str, int], *, fresh: bool) -> Iterator[None]:
+        """Jobs of so many steps are admitted; what is known from an earlier time under these names is past, or
+        (``fresh``) void. If the ``with`` raises, none of them has come."""
         with self._lock:
-            if fresh:
-                self._view.pipelines.pop(name, None)
-            self._entries[name] = _Entry("waiting", time.time(), steps=steps, expected=True)
+            entries, views = dict(self._entries), dict(self._view.pipelines)
+            for name, count in steps.items():
+                if fresh:
+                    self._view.pipelines.pop(name, None)
+                self._entries[name] = _Entry("waiting", time.time(), steps=count, expected=True)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                for name in steps:
+                    _put_back(self._entries, name, entries)
+                    _put_back(self._view.pipelines, name, views)
+            raise
 
     def ending(self, name: str) -> None:
         """A job has been asked to stop."""
@@ -114,3 +131,10 @@ class Board:
             error=None if entry.expected else view.error,
             checkpoint=view.checkpoint,
         )
+
+
+def _put_back(now: dict[str, Value], name: str, before: Mapping[str, Value]) -> None:
+    if name in before:
+        now[name] = before[name]
+    else:
+        now.pop(name, None)

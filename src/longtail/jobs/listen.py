@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 
 from longtail.core.errors import ConfigError
+from longtail.jobs.connections import BoundedConnection
 from longtail.jobs.presence import others
 
 DEFAULT_BIND = "127.0.0.1:8790"
@@ -105,7 +106,7 @@ def listening(app: Any, sock: socket.socket, bind: Bind) -> Iterator[None]:
     """Answer requests in a thread, until the end of the ``with``."""
     config = uvicorn.Config(
         app,
-        http="h11",  # which bounds headers
+        http=BoundedConnection,
         lifespan="off",
         ws="none",
         access_log=False,

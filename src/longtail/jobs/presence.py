@@ -98,20 +98,27 @@ def announced(presence: Presence) -> Iterator[None]:
     """Let others find this run until the end of the ``with``, or of the process. Raises :class:`ConfigError`."""
     folder = _up_folder()
     path = folder / f"{presence.port}.json"
-    try:
-        fd, temporary = tempfile.mkstemp(prefix=".up-", dir=folder)  # mode 600
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(fd, json.dumps(asdict(presence)).encode())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be used: {error.strerror}; set XDG_STATE_HOME to another one.") from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            fd, temporary = tempfile.mkstemp(prefix=".up-", dir=folder)  # mode 600
+            stack.callback(os.close, fd)
+            stack.callback(_unlink_own, fd, Path(temporary))
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with os.fdopen(fd, "wb", closefd=False) as file:
+                file.write(json.dumps(asdict(presence)).encode())
+            os.replace(temporary, path)
+            stack.callback(_unlink_own, fd, path)
+        except OSError as error:
+            text = f"{folder} cannot be used: {error.strerror}; set XDG_STATE_HOME to another one."
+            raise ConfigError(text) from error
         yield
-    finally:
-        with contextlib.suppress(OSError):
-            if os.fstat(fd).st_ino == path.stat().st_ino:
-                path.unlink()
-        os.close(fd)
+
+
+def _unlink_own(fd: int, path: Path) -> None:
+    """Another run may have taken the name."""
+    with contextlib.suppress(OSError):
+        if os.fstat(fd).st_ino == path.stat().st_ino:
+            path.unlink()
 
 
 def others() -> list[Presence]:

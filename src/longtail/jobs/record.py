@@ -6,14 +6,16 @@ not over, with the KV memory that they were given. (No job can have a name that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from longtail.core.config import Jobs
 from longtail.core.errors import ConfigError
-from longtail.runtime.jobfile import dump_resolved, load_jobs
+from longtail.runtime.jobfile import dump_resolved, load_resolved
 
 CONFIG_FILE = "config.yaml"
 UNFINISHED_FILE = ".jobs.json"
@@ -21,12 +23,12 @@ UNFINISHED_FILE = ".jobs.json"
 
 class Record:
     """``folder`` is a run folder that this process has locked. Raises :class:`ConfigError` if what is there cannot be
-    read."""
+    read. One thread at a time may call :meth:`beginning`; :meth:`over` any."""
 
     def __init__(self, folder: Path) -> None:
         self._config, self._unfinished = folder / CONFIG_FILE, folder / UNFINISHED_FILE
         self._lock = threading.Lock()
-        self.earlier: Jobs | None = load_jobs(self._config).jobs if self._config.exists() else None
+        self.earlier: Jobs | None = load_resolved(self._config) if self._config.exists() else None
         self._kv_bytes = self._read()
 
     @property
@@ -35,21 +37,37 @@ class Record:
         with self._lock:
             return {n: kv for n, kv in self._kv_bytes.items() if self.earlier and n in self.earlier.pipelines}
 
-    def begin(self, jobs: Jobs, kv_bytes: dict[str, int]) -> None:
-        """These pipelines start, or go on. Raises :class:`OSError`."""
+    @contextlib.contextmanager
+    def beginning(self, jobs: Jobs, kv_bytes: dict[str, int]) -> Iterator[None]:
+        """These pipelines start, or go on; unless the ``with`` raises, and then all is as before. Raises
+        :class:`OSError`."""
+        before = self.earlier
         with self._lock:
-            pipelines = {**(self.earlier.pipelines if self.earlier else {}), **jobs.pipelines}
-            merged = jobs.model_copy(update={"pipelines": pipelines})
-            dump_resolved(merged, self._config)
-            self.earlier = merged
-            self._kv_bytes = {**{n: kv for n, kv in self._kv_bytes.items() if n not in kv_bytes}, **kv_bytes}
-            self._write()
+            kv_before = {n: kv for n, kv in self._kv_bytes.items() if n in kv_bytes}
+        pipelines = {**(before.pipelines if before else {}), **jobs.pipelines}
+        try:
+            self._keep(jobs.model_copy(update={"pipelines": pipelines}), kv_bytes, instead_of=kv_bytes)
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._keep(before, kv_before, instead_of=kv_bytes)
+            raise
 
     def over(self, name: str) -> None:
         """It has ended for good: it does not go on by itself. Raises :class:`OSError`."""
         with self._lock:
             if self._kv_bytes.pop(name, None) is not None:
                 self._write()
+
+    def _keep(self, jobs: Jobs | None, kv_bytes: dict[str, int], *, instead_of: Iterable[str]) -> None:
+        if jobs is None:
+            self._config.unlink(missing_ok=True)
+        else:
+            dump_resolved(jobs, self._config)  # which takes a while; ends that are told meanwhile do not wait
+        with self._lock:
+            self.earlier = jobs
+            self._kv_bytes = {n: kv for n, kv in self._kv_bytes.items() if n not in instead_of} | kv_bytes
+            self._write()
 
     def _read(self) -> dict[str, int]:
         try:

@@ -30,7 +30,7 @@ class AllowList:
         """Raises :class:`ConfigError` for what is no import path."""
         names = list(names)
         for name in names:
-            if not all(part.isidentifier() for part in name.split(".")):
+            if not _is_import_path(name):
                 raise ConfigError(f"--allow {name!r}: must be the import path of a module or package, as my_rewards.")
         return cls(frozenset(names))
 
@@ -55,8 +55,8 @@ def check_rules(job_file: JobFile, allow: AllowList) -> None:
     for name, pipeline in job_file.jobs.pipelines.items():
         for i, reward in enumerate(pipeline.rewards):
             where = ("reward", i) if isinstance(pipeline.reward, list) else ("reward",)
-            _, colon, function = reward.partition(":")
-            if not colon or not function.isidentifier():
+            module, _, function = reward.partition(":")
+            if not _is_import_path(module) or not function.isidentifier():
                 text = "a reward has the form module:function, for example my_rewards:chain"
                 findings.problem(text, "pipelines", name, *where, value=reward)
             elif not allow.permits(reward):
@@ -71,6 +71,10 @@ def check_rules(job_file: JobFile, allow: AllowList) -> None:
                 findings.problem(text, "pipelines", name, *keys, value=path)
     if findings.problems:
         raise ConfigError("\n".join(text for _, text in sorted(findings.problems, key=lambda problem: problem[0])))
+
+
+def _is_import_path(module: str) -> bool:
+    return all(part.isidentifier() for part in module.split("."))
 
 
 def _paths(pipeline: Pipeline) -> list[tuple[tuple[str, ...], str]]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from longtail.core.config import Jobs
 from longtail.core.errors import CapacityError, ConfigError, LongtailError
 from longtail.jobs.board import Board
 from longtail.jobs.halves import on, submitted
@@ -43,16 +42,20 @@ class NotNow(LongtailError):
 class Pipelines(Protocol):
     """What the service needs of the controller; all of it may be called from any thread and returns at once."""
 
-    def submit(self, plan: PipelinePlan) -> None: ...
+    def submit(self, *plans: PipelinePlan) -> None:
+        """Begin all of them, or none and raise ``ValueError``."""
 
-    def stop(self, name: str) -> None: ...
+    def stop(self, name: str) -> None:
+        """Let it save and end."""
 
 
 class JobService:
     """``cluster`` is what `longtail up` was started with, ``machine`` what there was before its workers took anything.
 
-    ``plan`` makes a checked pipeline's plan and loads its rewards; ``compile_for`` compiles what it will need. Relative
-    paths and reward modules of jobs are looked up in ``jobs_dir``.
+    ``rehearse`` makes the prompts of a pipeline that :func:`check_jobs` will look at, elsewhere and within bounds.
+    ``plan`` makes a checked pipeline's plan and loads its rewards, ``compile_for`` compiles what it will need, and
+    ``forget`` lets go of what ``plan`` has loaded under a name. Relative paths and reward modules of jobs are looked up
+    in ``jobs_dir``.
     """
 
     def __init__(
@@ -67,14 +70,19 @@ class JobService:
         board: Board,
         record: Record,
         controller: Pipelines,
+        rehearse: Callable[[JobFile, str], None],
         plan: Callable[[CheckedJobs, JobFile, str], PipelinePlan],
         compile_for: Callable[[CheckedJobs, JobFile], None],
+        forget: Callable[[str], None],
     ) -> None:
         self.folder = folder
         self._cluster, self._machine, self._jobs_dir, self._allow = cluster, machine, jobs_dir, allow
         self._ledger, self._board, self._record, self._controller = ledger, board, record, controller
-        self._plan, self._compile_for = plan, compile_for
+        self._rehearse, self._plan, self._compile_for, self._forget = rehearse, plan, compile_for, forget
         self._one_after_another = threading.Lock()
+        self._handing_over = threading.Lock()
+        """Between the controller and the board: a job is known to both or to neither. The controller's thread, which
+        tells of ends, must not wait for it."""
         self._lock = threading.Lock()
         self._in_use: set[str] = set()
         self._stopped: set[str] = set()
@@ -123,13 +131,14 @@ class JobService:
 
     def stop(self, name: str) -> JobStatus:
         """Let a job save and end; it takes a while. Nothing happens to one that is over. Raises :class:`NoSuchJob`."""
-        found = self.job(name)
-        with self._lock:
-            if found.over or name not in self._in_use:
-                return found
-            self._stopped.add(name)
-        self._board.ending(name)
-        self._controller.stop(name)
+        with self._handing_over:
+            found = self.job(name)
+            with self._lock:
+                if found.over or name not in self._in_use:
+                    return found
+                self._stopped.add(name)
+            self._board.ending(name)
+            self._controller.stop(name)
         return self.job(name)
 
     def refuse(self) -> None:
@@ -141,6 +150,7 @@ class JobService:
     def _gone(self, name: str) -> None:
         """What it had may be given to others: workers take commands in order, so they let go of it before they open
         whatever is admitted from now on."""
+        self._forget(name)
         self._ledger.release(name)
         with self._lock:
             self._in_use.discard(name)
@@ -160,6 +170,9 @@ class JobService:
         names = list(job_file.jobs.pipelines)
         check_rules(job_file, self._allow)
         self._require_free(names)
+        for name in names:
+            with _told_at(job_file, name, "task"):
+                self._rehearse(job_file, name)
         checked = check_jobs(job_file, machine=self._machine, submitted=True)
         if kv_bytes is not None:
             checked = _with_kv(checked, job_file, kv_bytes)
@@ -168,29 +181,39 @@ class JobService:
             self._in_use.update(names)
         try:
             self._ledger.grant({name: p.memory for name, p in checked.pipelines.items()})
-            plans = [self._load(checked, job_file, name) for name in names]
+            plans = []
+            for name, config in job_file.jobs.pipelines.items():
+                with _told_at(job_file, name, "reward" if config.reward else "task"):
+                    plans.append(self._plan(checked, job_file, name))
             self._compile_for(checked, job_file)
-            if self._ending:
-                raise NotNow("this run is ending: submit to the next one.")
-            if fresh:
-                for name in names:
-                    _set_aside(self.folder / name)
-            self._begin(job_file.jobs, {name: p.memory.kv for name, p in checked.pipelines.items()})
+            self._start(plans, checked, job_file, fresh=fresh)
         except BaseException:
             for name in names:
                 self._gone(name)
             raise
-        for plan in plans:
-            self._start(plan, fresh=fresh)
         return Admitted(jobs=[self._board.job(name) for name in names], warnings=[*checked.warnings, *notes])
 
-    def _start(self, plan: PipelinePlan, *, fresh: bool) -> None:
-        self._board.expect(plan.name, steps=plan.config.steps, fresh=fresh)
-        try:
-            self._controller.submit(plan)
-        except ValueError as error:  # the run has begun to end since this was looked at
-            self._ended(plan.name, "refused")
-            raise NotNow(f"{error}.") from error
+    def _start(self, plans: list[PipelinePlan], checked: CheckedJobs, job_file: JobFile, *, fresh: bool) -> None:
+        """All of them, or nothing has happened. Raises :class:`CapacityError` if the folder cannot be written."""
+        if self._ending:
+            raise NotNow("this run is ending: submit to the next one.")
+        kv_bytes = {name: p.memory.kv for name, p in checked.pipelines.items()}
+        with contextlib.ExitStack() as undone_on_errors:
+            try:
+                for plan in plans if fresh else ():
+                    undone_on_errors.enter_context(_set_aside(self.folder / plan.name))
+                undone_on_errors.enter_context(self._record.beginning(job_file.jobs, kv_bytes))
+            except OSError as error:
+                raise CapacityError(f"{self.folder} cannot be written: {error.strerror or error}.") from error
+            self._hand_over(plans, fresh=fresh)
+
+    def _hand_over(self, plans: list[PipelinePlan], *, fresh: bool) -> None:
+        steps = {plan.name: plan.config.steps for plan in plans}
+        with self._handing_over, self._board.expecting(steps, fresh=fresh):
+            try:
+                self._controller.submit(*plans)
+            except ValueError as error:  # the run has begun to end since this was looked at
+                raise NotNow(f"{error}.") from error
 
     def _require_free(self, names: list[str]) -> None:
         if self._ending:
@@ -223,21 +246,6 @@ class JobService:
             raise ConfigError("\n".join(f"{job_file.path}: {problem}" for problem in changes.problems))
         return list(changes.notes)
 
-    def _load(self, checked: CheckedJobs, job_file: JobFile, name: str) -> PipelinePlan:
-        """The plan; what is wrong with rewards is told with their line."""
-        try:
-            return self._plan(checked, job_file, name)
-        except LongtailError as error:
-            sentence = str(error)
-            where = job_file.where("pipelines", name, "reward" if job_file.jobs.pipelines[name].reward else "task")
-            raise ConfigError(f"{where}: {sentence}{'' if sentence[-1:] in '.?!' else '.'}") from error
-
-    def _begin(self, jobs: Jobs, kv_bytes: dict[str, int]) -> None:
-        try:
-            self._record.begin(jobs, kv_bytes)
-        except OSError as error:
-            raise CapacityError(f"{self.folder} cannot be written: {error.strerror or error}.") from error
-
 
 def _with_kv(checked: CheckedJobs, job_file: JobFile, kv_bytes: Mapping[str, int]) -> CheckedJobs:
     """With the KV memory that each had before, where it still makes sense."""
@@ -249,10 +257,31 @@ def _with_kv(checked: CheckedJobs, job_file: JobFile, kv_bytes: Mapping[str, int
     return replace(checked, pipelines=found)
 
 
-def _set_aside(folder: Path) -> None:
-    """Move what an ended job left to the first free ``NAME~1``, ``NAME~2``, ...: names that no job can have."""
-    if folder.exists():
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}~{number}")).exists():
-            number += 1
-        folder.rename(aside)
+@contextlib.contextmanager
+def _set_aside(folder: Path) -> Iterator[None]:
+    """Move what an ended job left to the first free ``NAME~1``, ``NAME~2``, ...: names that no job can have; and back
+    if the ``with`` raises."""
+    if not folder.exists():
+        yield
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}~{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.rename(folder)
+        raise
+
+
+@contextlib.contextmanager
+def _told_at(job_file: JobFile, name: str, key: str) -> Iterator[None]:
+    """What is wrong is told with file, line and key."""
+    try:
+        yield
+    except LongtailError as error:
+        sentence = str(error)
+        where = job_file.where("pipelines", name, key)
+        raise ConfigError(f"{where}: {sentence}{'' if sentence[-1:] in '.?!' else '.'}") from error

@@ -26,6 +26,7 @@ from longtail.core.events import (
     Event,
     MoveEnded,
     MoveMade,
+    PipelineEnded,
     PipelineStarted,
     Planned,
     Rollback,
@@ -77,6 +78,9 @@ class TensorBoardSink:
                 self._moved(self._open_moves.ended(event))
             case Planned():
                 self._plans.append(event)
+            case PipelineEnded():  # others may come for a long time
+                if (file := self._files.pop(event.pipeline, None)) is not None:
+                    file.close()
             case PipelineStarted() | Rollback():
                 self._lengths.pop(event.pipeline, None)
                 self._moves.pop(event.pipeline, None)

@@ -6,6 +6,8 @@ cell of its own, and nothing is left out.
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -68,12 +70,18 @@ class Cells:
         return tuple(range(int(self.bounds[first]), int(self.bounds[first + count])))
 
     def range_of(self, workers: Collection[int]) -> tuple[int, int] | None:
-        """(first, count) of the cells that have exactly these workers; None if there are none."""
+        """(first, count) of the cells that have exactly these workers, all different; None if there are none."""
         if not workers:
             return None
-        first, last = int(self.of(np.array([min(workers)]))[0]), int(self.of(np.array([max(workers)]))[0])
-        whole = set(workers) == set(self.members(first, last + 1 - first))
-        return (first, last + 1 - first) if whole else None
+        lowest, highest, bounds = min(workers), max(workers), self._bounds
+        first, behind = bisect_left(bounds, lowest), bisect_left(bounds, highest + 1)
+        whole = (bounds[first], bounds[behind]) == (lowest, highest + 1) and len(workers) == highest + 1 - lowest
+        return (first, behind - first) if whole else None
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """With an end that nobody reaches."""
+        return [*self.bounds.tolist(), sys.maxsize]
 
 
 @cache
@@ -159,8 +167,23 @@ def _deal(order, tokens, first, count):
     return at, bounds
 
 
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def least(wanted, own, count):
+    """The first of ``count`` cells of which least is ``wanted`` [C]; of equals, that with most of its ``own`` [C]."""
+    best, best_wanted, best_own = 0, np.inf, 0.0
+    for first in range(len(wanted) - count + 1):
+        there, here = 0.0, 0.0
+        for c in range(first, first + count):
+            there += wanted[c]
+            here += own[c]
+        if there < best_wanted - 1e-9 or (there < best_wanted + 1e-9 and here > best_own):
+            best, best_wanted, best_own = first, there, here
+    return best
+
+
 def warm_up() -> None:
-    """Compile the kernel, or load it."""
+    """Compile the kernels, or load them."""
+    least(np.ones(1), np.ones(1), 1)
     one = np.ones(1, np.int64)
     _deal(one - 1, one, np.array([0, 1]), 1)
 

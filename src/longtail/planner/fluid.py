@@ -35,8 +35,6 @@ READY, ROLLOUT, SCORING, TRAINING, UPDATING = range(5)
 RING = 16
 """More than the steps of a pipeline that can be under way at once."""
 MOST_EVENTS = 20_000
-MOST_STEPS = 3.0
-"""When every pipeline has ended so many steps, the present one among them, enough has been seen."""
 TINY = 1e-9
 NOTHING = -1
 
@@ -82,10 +80,10 @@ READY_AT, BEGAN = range(2)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def flow(now, then, about, weights, sizes, factors, horizon_s):
+def flow(now, then, about, weights, sizes, factors, horizon_s, enough):
     """``now`` [P, 2, 3, C] is the rollout of the present step, ``then`` that of each other; ``about`` [P, 22];
-    ``sizes`` [C]: workers of each cell. Ends at ``horizon_s``, or when all have done :data:`MOST_STEPS` steps or have
-    finished; the last pipeline that has not, of several, goes on as it would alone.
+    ``sizes`` [C]: workers of each cell. Ends at ``horizon_s``, or when all pipelines have ended ``enough`` steps, the
+    present one among them, or have finished; the last pipeline that has not, of several, goes on as it would alone.
     """
     pipelines, cells = now.shape[0], now.shape[3]
     place, cell = np.zeros((pipelines, cells, 5)), np.zeros((cells, 3))
@@ -106,24 +104,30 @@ def flow(now, then, about, weights, sizes, factors, horizon_s):
         _start(time_s, now, then, about, place, cell, steps, times)
         _share(time_s, place, cell, steps, about, weights, sizes, same, near, known, load, wants, beside)
         until_s = _next_s(time_s, horizon_s, cell, steps, times)
+        trained = False
         for p in range(pipelines):
-            if steps[p, TRAINS] > 0.0 and steps[p, LEFT] > 0.0:
-                steps[p, LEFT] -= (until_s - time_s) * steps[p, PULL]
-                if steps[p, LEFT] <= TINY * steps[p, WHOLE]:
-                    steps[p, LEFT] = 0.0
-                    for c in range(cells):
-                        cell[c, STALE_CELL] = 1.0
+            if steps[p, TRAINS] > 0.0:
+                if steps[p, LEFT] > 0.0:
+                    steps[p, LEFT] -= (until_s - time_s) * steps[p, PULL]
+                    if steps[p, LEFT] <= TINY * steps[p, WHOLE]:
+                        steps[p, LEFT] = 0.0
+                        for c in range(cells):
+                            cell[c, STALE_CELL] = 1.0
+                trained |= steps[p, LEFT] == 0.0
+        nothing_to_do = until_s == time_s
         time_s = until_s
-        _end(time_s, place, cell, steps)
-        for p in range(pipelines):
-            if (
-                steps[p, PART] != NOTHING
-                and steps[p, OPEN] == 0.0
-                and _ended(p, time_s, now, then, about, place, cell, steps, times)
-            ):
-                rollout_s[p] = min(rollout_s[p], time_s)
+        if _end(time_s, place, cell, steps) or nothing_to_do:
+            for p in range(pipelines):
+                if (
+                    steps[p, PART] != NOTHING
+                    and steps[p, OPEN] == 0.0
+                    and _ended(p, time_s, now, then, about, place, cell, steps, times)
+                ):
+                    rollout_s[p] = min(rollout_s[p], time_s)
         if time_s >= horizon_s:
             break
+        if not trained:
+            continue
         # Updates, one after the other; everybody waits.
         for p in range(pipelines):
             if steps[p, TRAINS] == 0.0 or steps[p, LEFT] > 0.0:
@@ -151,10 +155,10 @@ def flow(now, then, about, weights, sizes, factors, horizon_s):
                 unfinished -= 1
         if unfinished == 0 or time_s >= horizon_s or (unfinished == 1 and pipelines > 1):
             break
-        fewest = MOST_STEPS
+        fewest = enough
         for p in range(pipelines):
-            fewest = min(fewest, steps[p, TRAINED] if finished[p] == np.inf else MOST_STEPS)
-        if fewest >= MOST_STEPS and pipelines > 1:
+            fewest = min(fewest, steps[p, TRAINED] if finished[p] == np.inf else enough)
+        if fewest >= enough and pipelines > 1:
             break
     # What is under way counts as far as it is; who is left alone goes on alone.
     _settle(time_s, place, cell)
@@ -171,7 +175,7 @@ def flow(now, then, about, weights, sizes, factors, horizon_s):
                 slow_now[p] = taken_s / about[p, WHOLE_NOW]
             else:
                 slow[p] = max(slow[p], taken_s / about[p, WORTH])
-        if unfinished == 1 and pipelines > 1 and time_s < horizon_s and steps[p, TRAINED] < MOST_STEPS:
+        if unfinished == 1 and pipelines > 1 and time_s < horizon_s and steps[p, TRAINED] < enough:
             still_s = max(0.0, about[p, WORTH_NOW] + (about[p, STEPS] - 1.0) * about[p, WORTH] - done[p])
             alone_s = min(still_s, horizon_s - time_s)
             done[p] += alone_s
@@ -280,7 +284,8 @@ def _settle(time_s, place, cell):
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _end(time_s, place, cell, steps):
-    """Of rollouts in cells, those that end at ``time_s``."""
+    """Of rollouts in cells, those that end at ``time_s``; whether one of them has ended everywhere."""
+    over = False
     for c in range(len(cell)):
         if cell[c, NEXT] > time_s:
             continue
@@ -291,8 +296,10 @@ def _end(time_s, place, cell, steps):
                     rest_s = place[p, c, RATE] = 0.0
                     steps[p, OPEN] -= 1.0
                     cell[c, STALE_CELL] = 1.0
+                    over |= steps[p, OPEN] == 0.0
                 place[p, c, REST] = rest_s
         cell[c, AT] = time_s
+    return over
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -435,4 +442,4 @@ def warm_up() -> None:
     about = np.zeros((1, COLUMNS))
     about[0, [STEPS, WORTH_NOW, WHOLE_NOW, WORTH]] = 1.0
     factors = Factors(np.ones((3, 1, 1)), np.ones((1, 1)), False)
-    flow(np.zeros((1, 2, 3, 1)), np.zeros((1, 2, 3, 1)), about, np.ones(1), np.ones(1), factors, 1.0)
+    flow(np.zeros((1, 2, 3, 1)), np.zeros((1, 2, 3, 1)), about, np.ones(1), np.ones(1), factors, 1.0, 1.0)

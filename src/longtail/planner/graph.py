@@ -69,14 +69,6 @@ class Part(NamedTuple):
         """Worker-seconds on cells of so many workers [k]."""
         return float((self.solo_s * self.busy * sizes).sum())
 
-    def turned(self, by: int) -> Part:
-        """The same on cells ``by`` further on, beginning anew behind the last."""
-        return Part(*(np.roll(a, by) for a in self))
-
-    def kinds(self) -> np.ndarray:
-        """An index into :data:`CLASSES` for each cell: what it is longest at."""
-        return np.where(self.small_s > 0.5 * (self.solo_s - self.prefill_s), float(SMALL), float(LARGE))
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:

@@ -18,8 +18,9 @@ as long as the clock leaves time; the last decision is kept unless another one i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -29,15 +30,16 @@ from longtail.planner.merge import Alternative, What
 from longtail.planner.outlook import Begin, Choice, Outlook
 from longtail.planner.plans import MARGIN, MARGIN_STEPS
 from longtail.planner.state import ClusterState, Mode, Relocation, Sharing
+from longtail.planner.words import lasting, on_workers, places
 
 SHARE_MARGIN = 0.03
 """What sharing must be worth above taking turns: the table is right to a few per cent."""
 KEEP_MARGIN = 0.02
 """What another way must be worth above the last one, which is kept otherwise."""
 BEAM = 2
-MOST_ENTRIES, FEWEST_SIMULATIONS = 1000, 12
+MOST_ENTRIES, FEWEST_SIMULATIONS = 1000, 8
 """Simulations of a search, times entries (cells times pipelines) of each; but not fewer simulations than that."""
-PASSES = 3
+PASSES, FEW_CELLS = 3, 2
 BOOSTS = (2.0, 4.0, 8.0, 16.0)
 """By so much the weight of a pipeline may be raised that would be slowed too much."""
 
@@ -97,7 +99,10 @@ class _Search:
     over: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        self.outlook = Outlook(self.state, merges=self.merge)
+        # Rollouts spread only when a pipeline has come or gone: what one look merges, the next one must not take apart
+        # because a prediction has changed.
+        same = self.before is not None and set(self.before.weights) == {p.name for p in self.state.pipelines}
+        self.outlook = Outlook(self.state, merges=self.merge, spreads=not same)
         self.cells = self.outlook.cells
         self.names = [p.state.name for p in self.outlook.prospects]
         self.limits = np.array([p.state.max_slowdown or np.inf for p in self.outlook.prospects])
@@ -129,7 +134,7 @@ class _Search:
         whether its tails are better merged. Again, as long as that helps."""
         for _ in range(PASSES):
             before = self._cost(beam[0])
-            for i in self._order():
+            for i in self._order:
                 found = dict.fromkeys(beam)
                 for choice in beam:
                     for begin in self._begins(choice, i):
@@ -139,7 +144,7 @@ class _Search:
                         self._cost(other)
                         found[other] = None
                 beam = sorted(found, key=self._cost)[:BEAM]
-            for i in self._order() if self.merge else ():
+            for i in self._order if self.merge else ():
                 if self._enough():
                     break
                 begin = beam[0].begins[i]
@@ -160,12 +165,12 @@ class _Search:
         for merged in (False, True)[: 1 + self.merge]:
             for begins in ((Begin(0, self.cells.count, merged),) * n, self._apart(merged)):
                 yield Choice(begins, (0,) * n, weights)
-        for kept in self._begins_before():
+        for kept in self._begins_before:
             yield Choice(kept, (0,) * n, weights)
 
     def _apart(self, merged: bool) -> tuple[Begin, ...]:
         """Everyone on cells of their own, the more the longer their steps; on one each where there are too few."""
-        n, count, order = len(self.names), self.cells.count, self._order()
+        n, count, order = len(self.names), self.cells.count, self._order
         if n > count:
             return tuple(Begin(order.index(i) % count, 1, merged) for i in range(n))
         sizes = dict.fromkeys(order, next(c for c in self.cells.counts if c * n <= count))
@@ -180,6 +185,7 @@ class _Search:
             first += sizes[i]
         return tuple(Begin(firsts[i], sizes[i], merged) for i in range(n))
 
+    @cached_property
     def _begins_before(self) -> list[tuple[Begin, ...]]:
         """Where the last decision had rollouts begin, tails merged or not; nothing if that does not fit any more."""
         if self.before is None or self.before.mode is Mode.HOLD:
@@ -191,30 +197,29 @@ class _Search:
         return [tuple(Begin(*r, merged) for r in found) for merged in (False, True)[: 1 + self.merge]]
 
     def _begins(self, choice: Choice, i: int) -> Iterator[Begin]:
+        """Of each size, where others want least of the time; of equals, where pipeline ``i`` is. Of few cells each
+        place is tried."""
         prospects = self.outlook.prospects
-        densities = [prospects[j].typical.density(begin) for j, begin in enumerate(choice.begins) if j != i]
-        others = np.sum(densities, axis=0)
+        others = np.zeros(self.cells.count)
+        for j, begin in enumerate(choice.begins):
+            if j != i:
+                others += prospects[j].typical.density(begin)
+        if self.cells.count <= FEW_CELLS:
+            for count in self.cells.counts:
+                for first in range(self.cells.count - count + 1):
+                    yield Begin(first, count, choice.begins[i].merged)
+            return
         for count in self.cells.counts:
-            yield Begin(self._least(i, count, others), count, choice.begins[i].merged)
+            yield Begin(cells.least(others, prospects[i].at, count), count, choice.begins[i].merged)
 
-    def _least(self, i: int, count: int, load: np.ndarray) -> int:
-        """The first of ``count`` cells on which others want least of the time; of equals, those on which it is."""
-        if count == self.cells.count:
-            return 0
-        wanted, own = np.zeros((2, self.cells.count + 1))
-        np.cumsum(load, out=wanted[1:])
-        np.cumsum(self.outlook.prospects[i].at, out=own[1:])
-        wanted = (wanted[count:] - wanted[:-count]).round(9)
-        places = zip(wanted.tolist(), (own[:-count] - own[count:]).tolist(), range(len(wanted)), strict=True)
-        return min(places)[2]
-
+    @cached_property
     def _order(self) -> list[int]:
         """Pipelines with the longest steps first."""
         return sorted(range(len(self.names)), key=lambda i: (-self.outlook.prospects[i].alone.total_s, i))
 
     def _kept(self, best: Choice) -> Choice:
         """The last decision's choice instead, unless ``best`` is better by a margin."""
-        last = min((best._replace(begins=begins) for begins in self._begins_before()), key=self._cost, default=best)
+        last = min((best._replace(begins=begins) for begins in self._begins_before), key=self._cost, default=best)
         return best if self.outlook.value(best) > self.outlook.value(last) * (1.0 + KEEP_MARGIN) else last
 
     # -- rollouts under way -----------------------------------------------------------------------------------
@@ -249,13 +254,10 @@ class _Search:
         return sorted(saved_s, key=lambda i: (-saved_s[i], i))
 
     def _worth_trying(self, found: list[Alternative]) -> list[int]:
-        """Of merges, that to fewest worker-seconds and the mildest. Rollouts spread only when a pipeline has come or
-        gone: what one look merges, the next one must not take apart because a prediction has changed."""
+        """Of merges, that to fewest worker-seconds and the mildest."""
         merges = [i for i, a in enumerate(found) if a.what is What.MERGE]
         best = min(merges, key=lambda i: found[i].work_s, default=0)
-        same = self.before is not None and set(self.before.weights) == {p.name for p in self.state.pipelines}
         left_out = {i for i in merges if i not in (best, merges[0])}
-        left_out |= {i for i, a in enumerate(found) if a.what is What.SPREAD and same}
         return [i for i in range(1, len(found)) if i not in left_out]
 
     def _done_s(self, choice: Choice) -> float:
@@ -305,7 +307,7 @@ class _Search:
         return Sharing(
             mode=Mode.SHARE,
             reason=f"side by side, {value:.2f} times the work of taking turns (each of its speed alone: {speeds}); "
-            f"rollouts begin on {_places(begin, self.state.workers)}",
+            f"rollouts begin on {places(begin, self.state.workers)}",
             begin={p.name: begin.get(p.name, everyone) for p in self.state.pipelines},
             relocations=tuple(self._relocations(choice)),
             weights={p.name: p.priority for p in self.state.pipelines}
@@ -329,9 +331,9 @@ class _Search:
                 pipeline=self.names[i],
                 kind=str(chosen.what),
                 to=chosen.to,
-                reason=f"{n} samples left: on {_workers(chosen.to)} they take {_time(chosen.work_s)} of workers' time "
-                f"instead of {_time(stay.work_s)}, {_time(chosen.cost_work_s)} for the move included; the end is in "
-                f"{_time(rest_s)} instead of {_time(stay_s)}",
+                reason=f"{n} samples left: on {on_workers(chosen.to)} they take {lasting(chosen.work_s)} of workers' "
+                f"time instead of {lasting(stay.work_s)}, {lasting(chosen.cost_work_s)} for the move included; the "
+                f"end is in {lasting(rest_s)} instead of {lasting(stay_s)}",
                 gain_s=gain_s,
                 cost_s=chosen.cost_work_s,
                 rest_s=rest_s,
@@ -379,8 +381,9 @@ def _spread_alone(state: ClusterState) -> Iterator[Relocation]:
                 pipeline=outlook.prospects[0].state.name,
                 kind=str(What.SPREAD),
                 to=chosen.to,
-                reason=f"{len(outlook.prospects[0].present)} samples left, and no other pipeline has work: on "
-                f"{_workers(chosen.to)} they should end in {_time(chosen.end_s)} instead of {_time(stay.end_s)}",
+                reason=f"{len(outlook.prospects[0].present)} samples left, and no other pipeline has work: "
+                f"on {on_workers(chosen.to)} they should end in {lasting(chosen.end_s)} "
+                f"instead of {lasting(stay.end_s)}",
                 gain_s=stay.end_s - (chosen.end_s - chosen.cost_s),
                 cost_s=chosen.cost_s,
                 rest_s=chosen.end_s,
@@ -393,23 +396,3 @@ def _with_begin(choice: Choice, i: int, begin: Begin) -> Choice:
 
 def _with_now(choice: Choice, i: int, now: int) -> Choice:
     return choice._replace(nows=(*choice.nows[:i], now, *choice.nows[i + 1 :]))
-
-
-def _places(begin: Mapping[str, Sequence[int]], workers: int) -> str:
-    if all(len(on) == workers for on in begin.values()):
-        return "all workers"
-    return ", ".join(f"{_workers(on)} ({name})" for name, on in list(begin.items())[:4])
-
-
-def _workers(workers: Sequence[int]) -> str:
-    if len(workers) == 1:
-        return f"worker {workers[0]}"
-    if len(workers) == workers[-1] - workers[0] + 1:
-        return f"workers {workers[0]} to {workers[-1]}"
-    return f"{len(workers)} workers"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"

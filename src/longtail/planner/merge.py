@@ -115,11 +115,13 @@ def alternatives(
     wait_s: float,
     merges: bool,
     offset: int,
+    spreads: bool = True,
 ) -> list[Alternative]:
     """To stay (always the first), to merge later, to merge now to a half, a quarter and so on of the workers (of many
     workers, to fewer of these), to spread over all: each only if it may be of use, and merges only if they save more
     worker-seconds than they take.
 
+    ``merges``, ``spreads``: whether such moves are asked for.
     ``crowd`` [W]: how much of each worker's time others want, 0 to 1 and more. ``wait_s``: for quanta of others that
     are under way.
     """
@@ -146,7 +148,7 @@ def alternatives(
             to = tuple(sorted(inviting[:count]))
             found.append(_moved(What.MERGE, to, present.merged(to), state, present, steps, cells, carry, wait_s))
         found = [a for a in found if a.what != What.MERGE or a.work_s < (1.0 - MARGIN) * stay.work_s]
-    if len(holders) < present.workers and len(present) > len(holders) and (present.lanes > 0).all():
+    if spreads and len(holders) < present.workers and len(present) > len(holders) and (present.lanes > 0).all():
         to = tuple(range(present.workers))
         spread = _moved(What.SPREAD, to, present.spread(to), state, present, steps, cells, carry, wait_s)
         if spread.end_s < (1.0 - MARGIN) * stay.end_s - step_s:
@@ -187,11 +189,9 @@ def _in_cells(part: Part, cells: Cells, offset: int = 0) -> Part:
 
     ``offset``: the first worker's entry is that of another one.
     """
-    if offset:
-        part = part.turned(offset)
-    if cells.count == cells.workers:
+    if cells.count == cells.workers and offset % cells.workers == 0:
         return part
-    return Part(*_by_cell(cells.bounds, *part))
+    return Part(*_by_cell(cells.bounds, offset, *part))
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -228,21 +228,22 @@ def _carry_s(worker, to, lanes, context, workers, fixed_s, move_s, lane_s, token
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _by_cell(bounds, solo_s, busy, small_s, prefill_s):
-    cells = len(bounds) - 1
+def _by_cell(bounds, offset, solo_s, busy, small_s, prefill_s):
+    cells, workers = len(bounds) - 1, len(solo_s)
     longest_s, mean, small, prefill = np.zeros(cells), np.ones(cells), np.zeros(cells), np.zeros(cells)
     for c in range(cells):
-        first, last = bounds[c], bounds[c + 1]
+        size = bounds[c + 1] - bounds[c]
         work_s = 0.0
-        for w in range(first, last):
+        for i in range(bounds[c], bounds[c + 1]):
+            w = (i - offset) % workers
             longest_s[c] = max(longest_s[c], solo_s[w])
             work_s += solo_s[w] * busy[w]
             small[c] += small_s[w]
             prefill[c] += prefill_s[w]
         if longest_s[c] > 0.0:
-            mean[c] = work_s / (last - first) / longest_s[c]
-        small[c] /= (last - first) * max(mean[c], 1e-12)
-        prefill[c] /= last - first
+            mean[c] = work_s / size / longest_s[c]
+        small[c] /= size * max(mean[c], 1e-12)
+        prefill[c] /= size
     return longest_s, mean, small, prefill
 
 
@@ -251,4 +252,4 @@ def warm_up() -> None:
     one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
     _merged(none, none, none, one, 1)
     _carry_s(none, none, one, one, 1, 0.0, 0.0, 0.0, 0.0)
-    _by_cell(np.array([0, 1]), np.ones(1), np.ones(1), np.ones(1), np.ones(1))
+    _by_cell(np.array([0, 1]), 0, np.ones(1), np.ones(1), np.ones(1), np.ones(1))

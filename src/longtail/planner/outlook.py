@@ -16,8 +16,8 @@ from longtail.planner.cells import Cells
 from longtail.planner.fluid import COLUMNS, Factors, Flow, flow
 from longtail.planner.graph import CLASSES, TRAIN, Graph, StepWork, graph, step_work, train_work_s
 from longtail.planner.merge import Alternative, Present, alternatives
-from longtail.planner.solo import Steps
 from longtail.planner.remembered import Remembered
+from longtail.planner.solo import Steps
 from longtail.planner.state import ClusterState, PipelineState, Stage, StepShape
 from longtail.planner.step_ahead import Begin, StepAhead, as_row, step_ahead, steps_of
 
@@ -31,6 +31,9 @@ STAGES = {
     Stage.TRAIN: fluid.TRAINING,
     Stage.UPDATE: fluid.UPDATING,
 }
+STEPS, STEPS_OF_MANY, MANY = 3.0, 2.0, 16
+"""When every pipeline has ended so many steps, the present one among them, enough has been seen; of more than
+:data:`MANY` pipelines fewer, as the longest steps are a long time for the others."""
 OVERLAP_STEPS = 8
 """From so many steps is seen what one takes alone that overlaps with others."""
 EXPECTED_REST = 0.5
@@ -162,10 +165,11 @@ class Prospect:
 class Outlook:
     """All pipelines that have work, and the simulation of choices between what they may do."""
 
-    def __init__(self, state: ClusterState, *, merges: bool) -> None:
+    def __init__(self, state: ClusterState, *, merges: bool, spreads: bool = True) -> None:
+        """``merges``, ``spreads``: whether rollouts under way may be moved to fewer, to more workers."""
         working = [p for p in state.pipelines if p.steps_left > 0]
         self.cells = Cells.over(state.workers, len(working))
-        self.merges = merges
+        self.merges, self.spreads = merges, spreads
         models = sorted({model_of(p.costs.key) for p in working})
         self.prospects = [
             Prospect(p, self.cells, i, p.may_widen, len(CLASSES) * models.index(model_of(p.costs.key)))
@@ -180,6 +184,7 @@ class Outlook:
             if prospect.state.stale_steps > 0:
                 self._overlap(i, prospect)
         self.horizon_s = HORIZON_STEPS * float(self._about[:, fluid.WORTH].sum())
+        self.enough = STEPS if len(working) <= MANY else STEPS_OF_MANY
         self._flows: dict[Choice, Flow] = {}
         self._values: dict[Choice, float] = {}
         self.alternatives = self._find_alternatives()
@@ -200,7 +205,9 @@ class Outlook:
         if found is None:
             self._lay_out(choice)
             weights = np.array(choice.weights)
-            found = flow(self._now, self._then, self._about, weights, self.cells.sizes, self.factors, self.horizon_s)
+            found = flow(
+                self._now, self._then, self._about, weights, self.cells.sizes, self.factors, self.horizon_s, self.enough
+            )
             self._flows[choice] = found
         return found
 
@@ -257,6 +264,7 @@ class Outlook:
                     crowd=np.repeat(others, np.diff(self.cells.bounds)),
                     wait_s=0.5 * max((w for j, w in enumerate(waits) if j != i), default=0.0),
                     merges=self.merges,
+                    spreads=self.spreads,
                     offset=i,
                 )
         return found
@@ -275,7 +283,7 @@ class Outlook:
         steps = OVERLAP_STEPS + prospect.state.stale_steps
         about[0, [fluid.STAGE, fluid.STEPS, fluid.LIVE]] = fluid.READY, steps, 0.0
         far_s = 2.0 * steps * float(about[0, fluid.WORTH])
-        done = flow(row, row, about, np.ones(1), self.cells.sizes, self.factors, far_s)
+        done = flow(row, row, about, np.ones(1), self.cells.sizes, self.factors, far_s, steps)
         if np.isfinite(done.finished[0]) and (ratio := float(done.finished[0]) / (steps * about[0, fluid.WORTH])) < 1.0:
             self._about[i, [fluid.WORTH_NOW, fluid.WHOLE_NOW, fluid.WORTH]] *= ratio
 
@@ -285,7 +293,9 @@ def _factors(interference: Interference, models: list[str]) -> Factors:
     if not interference.same and not interference.neighbour:
         n = len(works)
         return Factors(np.ones((3, n, n)), np.ones((n, n)), False)
-    same = np.ascontiguousarray(np.array([[interference.shared(a, b) for b in works] for a in works]).transpose(2, 0, 1))
+    same = np.ascontiguousarray(
+        np.array([[interference.shared(a, b) for b in works] for a in works]).transpose(2, 0, 1)
+    )
     near = np.array([[interference.factor(a, b, on="neighbour") for b in works] for a in works])
     return Factors(same, near, bool((same != 1.0).any() or (near != 1.0).any()))
 

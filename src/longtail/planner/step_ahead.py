@@ -23,7 +23,7 @@ from longtail.planner.solo import Steps
 from longtail.planner.state import StepShape
 from longtail.planner.tail import Carry, rollout
 
-MOST_REMEMBERED = 128
+MOST_REMEMBERED = 256
 
 
 class Begin(NamedTuple):

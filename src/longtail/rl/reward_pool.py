@@ -21,17 +21,22 @@ from dataclasses import dataclass, replace
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from pebble import ProcessExpired, ProcessPool
 
-from longtail.core.errors import ConfigError, LongtailError, RewardError
+from longtail.core.errors import ConfigError, DataError, LongtailError, RewardError
 from longtail.rl.rewards import Reward, call_rewards, check_columns, load_reward
 from longtail.rl.tasks import load_task
 
+if TYPE_CHECKING:
+    from longtail.core.config import Pipeline
+
 LOAD_TIMEOUT_S = 300.0
 """Seconds that importing the reward functions of a pipeline may take."""
+PROMPTS_TIMEOUT_S = 60.0
+"""Seconds that a submitted task may take for the prompts that are looked at before it starts."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,17 @@ class RewardSpec:
     rewards: tuple[str, ...]
     base: Path
     timeout_s: float
+
+    @classmethod
+    def of(cls, config: Pipeline, *, base: Path) -> RewardSpec:
+        return cls(
+            task=config.task,
+            task_args=config.task_args,
+            seed=config.seed,
+            rewards=tuple(config.rewards),
+            base=base,
+            timeout_s=config.reward_timeout_s,
+        )
 
 
 @dataclass(frozen=True)
@@ -97,6 +113,29 @@ class RewardPool:
             raise ConfigError(f"{what} ended its process while it was loaded; see {self._log_path}") from error
         self._pipelines[pipeline] = _Opened(spec, load_s)
 
+    def forget(self, pipeline: str) -> None:
+        """No more calls will come for it: processes let go of its functions at their next call. (Python keeps the
+        modules.) Safe to call twice."""
+        self._pipelines.pop(pipeline, None)
+
+    def rehearse(self, spec: RewardSpec, *, examples: int) -> None:
+        """Make the examples of a task (all of a given size, else the first ``examples``) in a process of the pool.
+
+        Raises :class:`ConfigError` if they are not there in :data:`PROMPTS_TIMEOUT_S`, or cost the process its life.
+        What the task itself refuses is for whoever makes them next to tell.
+        """
+        what = f"task {spec.task}"
+        try:
+            self._schedule(_rehearse, (spec, examples), PROMPTS_TIMEOUT_S).result()
+        except TimeoutError as error:
+            raise ConfigError(f"{what}: its prompts are not made after {PROMPTS_TIMEOUT_S:g} s") from error
+        except (ProcessExpired, BrokenProcessPool) as error:
+            raise ConfigError(f"{what} ended the process in which its prompts were made") from error
+        except (ConfigError, DataError):
+            pass
+        except Exception as error:
+            raise ConfigError(f"{what}: its prompts cannot be made: {type(error).__name__}: {error}") from error
+
     def submit(
         self,
         pipeline: str,
@@ -111,7 +150,8 @@ class RewardPool:
         ``completions`` are texts, also for chat prompts. Cancelling the future ends the call.
         """
         opened = self._pipelines[pipeline]
-        arguments = (pipeline, opened.spec, step, list(prompts), list(completions), columns)
+        names = frozenset(self._pipelines.copy())
+        arguments = (pipeline, names, opened.spec, step, list(prompts), list(completions), columns)
         outer: Future[list[float | None]] = Future()
         self._calls.add(outer)
         outer.add_done_callback(self._calls.discard)
@@ -351,9 +391,24 @@ def _load(pipeline: str, spec: RewardSpec) -> float:
     return time.monotonic() - began
 
 
+def _rehearse(spec: RewardSpec, examples: int) -> None:
+    task = load_task(spec.task, spec.task_args, seed=spec.seed, base=spec.base)
+    for index in range(examples if task.size is None else task.size):
+        task.example(index)
+
+
 def _call(
-    pipeline: str, spec: RewardSpec, step: int, prompts: list[Any], completions: list[str], columns: dict[str, Any]
+    pipeline: str,
+    pipelines: frozenset[str],
+    spec: RewardSpec,
+    step: int,
+    prompts: list[Any],
+    completions: list[str],
+    columns: dict[str, Any],
 ) -> list[float | None]:
+    """``pipelines`` are all that there are by now."""
+    for gone in _loaded.keys() - pipelines:
+        del _loaded[gone]
     _load(pipeline, spec)
     return call_rewards(
         _loaded[pipeline][1], prompts=prompts, completions=completions, columns=columns, where=pipeline, step=step

@@ -189,6 +189,7 @@ class Conductor:
         for known in (self._errors, self._weights):
             for name in known.keys() - names:
                 del known[name]
+        self._interference.keep(names)
 
     def _alone(self, live: list[PipelineDriver]) -> None:
         """At most one pipeline is left, and from now on it has everything."""

@@ -255,8 +255,7 @@ class Controller:
             case Happened():
                 for event in report.events:
                     self._sink.write(event)
-                    if isinstance(event, Span) and event.pipeline in self.drivers:
-                        driver = self.drivers[event.pipeline]
+                    if isinstance(event, Span) and (driver := self.drivers.get(event.pipeline)) is not None:
                         self._guarded(driver, partial(driver.observe, event))
                         self._observed(event)
             case LeaseBroken():

@@ -8,10 +8,13 @@ parts can know (does the model exist, does it fit) is checked by ``check.py``, w
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +104,25 @@ def jobs_from_python(jobs: Jobs, run_name: str) -> JobFile:
 
 
 def dump_resolved(jobs: Jobs, path: Path) -> None:
-    """Write every key with its value to ``path`` (atomically), such that :func:`load_jobs` gives equal jobs."""
-    text = yaml.dump(jobs.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """Write every key with its value to ``path`` (atomically), such that :func:`load_resolved` gives equal jobs."""
+    data = jobs.model_dump(mode="json")
+    pipelines = {name: json.dumps({name: pipeline}) for name, pipeline in data.pop("pipelines").items()}
+    sections = "".join(textwrap.indent(_as_yaml(section), "  ") for section in pipelines.values())
+    text = f"{_as_yaml(json.dumps(data))}pipelines:\n{sections}"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(f"# Every key of this run with its value; see docs/configuration.md.\n{text}", "utf-8")
     temporary.replace(path)
+
+
+@lru_cache(maxsize=4096)
+def _as_yaml(data: str) -> str:
+    """JSON as YAML; kept, because a long run writes the same pipelines again with each one that comes."""
+    return yaml.dump(json.loads(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=118)
+
+
+def load_resolved(path: Path) -> Jobs:
+    """What :func:`dump_resolved` wrote, of any size. Raises :class:`ConfigError`."""
+    return validated(yamlfile.read(read_text(path, most_bytes=None), most_nodes=None), path)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -123,12 +140,12 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, most_bytes: int | None = MAX_BYTES) -> str:
     """The file as text. Raises :class:`ConfigError`."""
     try:
         if path.is_dir():
             raise ConfigError(f"{path}: this is a folder; give the job file in it, such as {path / 'jobs.yaml'}.")
-        if path.stat().st_size > MAX_BYTES:
+        if most_bytes is not None and path.stat().st_size > most_bytes:
             raise ConfigError(f"{path}: the file is larger than 1 MiB, so it cannot be a job file.")
         data = path.read_bytes()
     except FileNotFoundError:

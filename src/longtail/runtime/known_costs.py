@@ -19,6 +19,8 @@ class KnownCosts:
         self._tables = tables
         self._table = tables.find() if tables is not None else None
         self._corrections = Corrections()
+        self._corrected: CostTable | None = None
+        """The table as it is now, as long as nothing more is known."""
 
     def look_again(self) -> bool:
         """Whether there is a table by now."""
@@ -28,7 +30,7 @@ class KnownCosts:
 
     def keep(self, table: CostTable) -> None:
         """One that was just measured."""
-        self._table = table
+        self._table, self._corrected = table, None
         if self._tables is not None:
             self._tables.keep(table)
 
@@ -40,6 +42,7 @@ class KnownCosts:
         """A span of this pipeline's work that had its worker to itself."""
         if self._table is not None:
             self._corrections.observe(span, self._table)
+            self._corrected = None
 
     def predicted_s(self, span: Span) -> float | None:
         """Busy seconds that the span should have had, as costs seem to be by now; None: not known."""
@@ -52,8 +55,10 @@ class KnownCosts:
 
     @property
     def corrected(self) -> CostTable | None:
-        """None as long as nothing was measured."""
-        return None if self._table is None else self._corrections.apply(self._table)
+        """None as long as nothing was measured. The same object until something is observed."""
+        if self._corrected is None and self._table is not None:
+            self._corrected = self._corrections.apply(self._table)
+        return self._corrected
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint stores, as plain data."""
@@ -62,7 +67,7 @@ class KnownCosts:
     def load_state_dict(self, state: dict[str, Any] | None) -> str | None:
         """Know what was known when :meth:`state_dict` was called; None: nothing yet. Returns why that cannot be, with
         nothing known then: a state of another version, or one that was edited by hand, is no reason to lose a run."""
-        self._corrections = Corrections()
+        self._corrections, self._corrected = Corrections(), None
         try:
             if state is not None:
                 self._corrections.load_state_dict(state["corrections"])

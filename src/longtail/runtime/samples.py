@@ -90,12 +90,13 @@ class StepSamples:
         self,
         layout: Layout,
         alive: Mapping[int, Alive],
-        remaining: Callable[[np.ndarray, np.ndarray], np.ndarray],
+        expected: Callable[[np.ndarray, np.ndarray], np.ndarray],
         *,
         dispatched: bool,
     ) -> Live | None:
-        """All that have not ended, as :meth:`in_flight` has them, with the mean of their outcomes. Those of requests
-        that are with no worker yet come last; None if it is not known which these are."""
+        """All that have not ended, as :meth:`in_flight` has them; ``expected`` (numbers, tokens so far) gives the
+        tokens to come of each. Those of requests that are with no worker yet come last; None if it is not known which
+        these are."""
         heard = self._heard(layout, alive)
         quiet = np.setdiff1d(np.flatnonzero(self.tokens < 0), heard.numbers)
         if len(quiet) and (dispatched or any(group[0] not in alive for group in layout.groups)):
@@ -109,7 +110,7 @@ class StepSamples:
             worker=np.concatenate([leaders[heard.of], nothing - 1]),
             context=self.prompt_tokens[numbers] + generated,
             lanes=np.concatenate([heard.lanes, nothing]),
-            remaining=np.maximum(np.rint(remaining(numbers, generated).mean(axis=0)), 1).astype(np.int64),
+            remaining=np.maximum(np.rint(expected(numbers, generated)), 1).astype(np.int64),
         )
 
     def _heard(self, layout: Layout, alive: Mapping[int, Alive]) -> _Heard:

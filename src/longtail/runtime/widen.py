@@ -158,7 +158,7 @@ class StepWiden:
             return NOBODY
         if self._under_way is not None:  # who gives a sample and who gets it may both have told of it
             return None
-        return self._samples.expected(self.layout, self._alive, self._remaining, dispatched=self._dispatched)
+        return self._samples.expected(self.layout, self._alive, self._expected, dispatched=self._dispatched)
 
     # -- a rollout --------------------------------------------------------------------------------------------
 
@@ -375,6 +375,12 @@ class StepWiden:
         if self._lengths is not None:
             return self._lengths.remaining(numbers, generated)
         return np.maximum(self._rollout.max_tokens - generated, 1)[None, :]
+
+    def _expected(self, numbers: np.ndarray, generated: np.ndarray) -> np.ndarray:
+        """Their mean, float64 [n]."""
+        if self._lengths is not None:
+            return self._lengths.expected(numbers, generated)
+        return np.maximum(self._rollout.max_tokens - generated, 1).astype(float)
 
     # -- words ------------------------------------------------------------------------------------------------
 

@@ -57,8 +57,9 @@ class Document:
         return self.lines.get(path, 0)
 
 
-def read(text: str) -> Document:
-    """Parse ``text``. Never raises: what is wrong is in ``problems``."""
+def read(text: str, *, most_nodes: int | None = MAX_NODES) -> Document:
+    """Parse ``text``. Never raises: what is wrong is in ``problems``, also if aliases make more than ``most_nodes``
+    values of it."""
     document = Document()
     try:
         loader = _Loader(text)
@@ -67,7 +68,7 @@ def read(text: str) -> Document:
             Problem(line, f"tags such as {tag} are not used here; write the plain value.") for line, tag in loader.tags
         ]
         if node is not None:
-            document.data = _Converter(document).value(node, ())
+            document.data = _Converter(document, most_nodes).value(node, ())
     except yaml.MarkedYAMLError as error:
         document.problems.append(_syntax_problem(error, text))
     except yaml.reader.ReaderError as error:
@@ -114,16 +115,16 @@ class _Loader(yaml.BaseLoader):
 class _Converter:
     """Turns nodes into values, filling the document's lines, sources and problems on the way."""
 
-    def __init__(self, document: Document) -> None:
-        self.document = document
+    def __init__(self, document: Document, most_nodes: int | None) -> None:
+        self.document, self.most_nodes = document, most_nodes
         self.nodes = 0
         self.open: set[int] = set()
 
     def value(self, node: yaml.Node, path: Path_) -> Any:
         self.nodes += 1
-        if self.nodes == MAX_NODES:
+        if self.nodes == self.most_nodes:
             self._problem(node, path, "the file expands to too many values through its aliases.")
-        if self.nodes >= MAX_NODES:
+        if self.most_nodes is not None and self.nodes >= self.most_nodes:
             return None
         if id(node) in self.open:
             self._problem(node, path, "an alias refers to the value that it is part of.")
