@@ -43,7 +43,8 @@ class Driver:
     relocations: list[Relocation] = field(default_factory=list)
 
     def state(self, now: float) -> Any:
-        return (self.at or f"state of {self.name}") if self.known else None
+        at = self.at or SimpleNamespace(stage=Stage.TRAIN, workers=(0, 1), degree=1)
+        return SimpleNamespace(name=self.name, steps_left=99 - self.step, **vars(at)) if self.known else None
 
     def relocate(self, relocation: Relocation) -> None:
         self.relocations.append(relocation)
@@ -92,6 +93,7 @@ class Scene:
 def scene(monkeypatch):
     made = Scene({name: Driver(name) for name in ("a", "b")})
     monkeypatch.setattr(conductor, "share", made.planner.share)
+    monkeypatch.setattr(conductor, "in_general", lambda state: state)
     monkeypatch.setattr(conductor, "ClusterState", lambda **values: values)
     return made
 
@@ -152,7 +154,7 @@ def test_beside_a_pipeline_of_which_nothing_is_known_nothing_is_foretold(scene):
     scene.drivers["b"].known = False
     scene.decide(sharing())
     assert scene.planner.asked[-1]["corun"] == "greedy"
-    assert scene.planner.asked[-1]["state"]["pipelines"] == ("state of a",)
+    assert [p.name for p in scene.planner.asked[-1]["state"]["pipelines"]] == ["a"]
 
 
 def test_predictions_that_keep_being_wrong_are_not_relied_on(scene):
@@ -194,6 +196,16 @@ def test_a_new_pipeline_does_not_inherit_from_one_of_its_name(scene):
     scene.decide(sharing(weights={"a": 4.0, "b": 1.0, "c": 1.0}))
     assert scene.planner.asked[-1]["trust"]
     assert [dict(c.weights) for _, c in scene.sent] == [{"a": 4.0}] * 2
+
+
+def test_whether_to_hold_is_asked_when_a_step_has_ended_and_not_in_between(scene):
+    scene.decide(sharing())
+    scene.clock.now += 60.0
+    scene.planner.asked.clear()
+    scene.conductor.turn()
+    assert [asked.get("may_hold", True) for asked in scene.planner.asked] == [False]
+    scene.decide(sharing())
+    assert [asked.get("may_hold", True) for asked in scene.planner.asked] == [False, True, False]
 
 
 def test_while_nothing_changes_the_planner_is_asked_now_and_then(scene):

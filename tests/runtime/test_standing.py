@@ -15,8 +15,6 @@ from longtail.planner.state import ClusterState, PipelineState, Stage
 from simulated_run import COSTS, WIDE, pipeline, simulate
 
 LENGTHS = np.random.default_rng(1).integers(5, 150, (16, 4)).tolist()
-
-
 TAIL = [[200] * 4, *([[20] * 4] * 3)]
 """One prompt of each step runs ten times as long as the others."""
 TRAINS_LONG = replace(WIDE, per_train_token_s=3e-3, update_s=0.05)

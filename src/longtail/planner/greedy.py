@@ -58,7 +58,7 @@ def _merged(pipeline: PipelineState, workers: int) -> Relocation | None:
         kind="merge",
         to=to,
         reason=f"{len(live)} samples left on {len(holders)} workers, and others have work: to worker {to[0]}",
-        gain_s=before_s - after_s,
-        cost_s=cost_s * len(holders),
+        gain_s=before_s - after_s - cost_s * (len(holders) - 1),
+        cost_s=cost_s,
         rest_s=after_s + cost_s,
     )

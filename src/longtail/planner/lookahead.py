@@ -8,8 +8,9 @@ nothing); and by which weights time is shared (by priority, more for a pipeline 
 
 A choice is judged by its value: the work that is done in the horizon, in seconds that it takes alone, times priority,
 over the seconds of the horizon. Taking turns, each step with all workers to itself and in the best layout, is worth 1.
-Sharing must beat that by a margin, in its prediction, and must keep within every ``max_slowdown``; otherwise
-pipelines *hold*: they take turns.
+Sharing must beat that by a margin, in its prediction, and must keep within every ``max_slowdown``, or exceed it less
+than turns would; otherwise pipelines *hold*: they take turns. Whether to hold is a matter of what steps are like, not
+of what happens to be under way: :func:`in_general` is the state to ask that of, whenever steps have ended.
 
 Invariants: by its own model the decision is never worth less than taking turns; equal arguments give equal decisions,
 as long as the clock leaves time; the last decision is kept unless another one is better by a margin.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -29,7 +30,7 @@ from longtail.planner import cells, fluid, greedy, merge, solo, step_ahead, tail
 from longtail.planner.merge import Alternative, What
 from longtail.planner.outlook import Begin, Choice, Outlook
 from longtail.planner.plans import MARGIN, MARGIN_STEPS
-from longtail.planner.state import ClusterState, Mode, Relocation, Sharing
+from longtail.planner.state import NOBODY, ClusterState, Mode, PipelineState, Relocation, Sharing, Stage
 from longtail.planner.words import lasting, on_workers, places
 
 SHARE_MARGIN = 0.03
@@ -40,6 +41,7 @@ BEAM = 2
 MOST_ENTRIES, FEWEST_SIMULATIONS = 1000, 8
 """Simulations of a search, times entries (cells times pipelines) of each; but not fewer simulations than that."""
 PASSES, FEW_CELLS = 3, 2
+MANY_STEPS = 8
 BOOSTS = (2.0, 4.0, 8.0, 16.0)
 """By so much the weight of a pipeline may be raised that would be slowed too much."""
 
@@ -55,13 +57,14 @@ def share(
     budget_s: float = 0.05,
     trust: bool = True,
     before: Sharing | None = None,
+    may_hold: bool = True,
     clock: Clock = time.perf_counter,
 ) -> Sharing:
     """What to do from now on.
 
     ``corun`` and ``merge`` are the job's policy (``core/config.py``). Without ``trust`` in the predictions, or if the
     ``budget_s`` seconds of ``clock`` are over before anything has been compared, ``greedy.py`` decides. ``before`` is
-    the last decision.
+    the last decision. ``may_hold`` is False where it has been decided that pipelines share.
     """
     working = [p for p in state.pipelines if p.steps_left > 0]
     if not working:
@@ -75,10 +78,22 @@ def share(
     if not trust:
         return greedy.share(state, merge=merge, why="predictions have been wrong lately, so greedy")
     until_s = clock() + budget_s
-    search = _Search(state, merge=merge, before=before, over=lambda: clock() >= until_s)
+    search = _Search(state, merge=merge, before=before, may_hold=may_hold, over=lambda: clock() >= until_s)
     if search.over():
         return greedy.share(state, merge=merge, why="planning took too long, so greedy")
     return search.decide()
+
+
+def in_general(state: ClusterState) -> ClusterState:
+    """The same pipelines, as if each were about to begin one of many typical steps."""
+    return replace(state, pipelines=tuple(_in_general(p) for p in state.pipelines))
+
+
+def _in_general(pipeline: PipelineState) -> PipelineState:
+    return replace(
+        pipeline, stage=Stage.READY, steps_left=max(pipeline.steps_left, MANY_STEPS), elapsed_s=0.0,
+        step=pipeline.typical, live=NOBODY, workers=(), degree=1, train_left=pipeline.typical.train_tokens,
+    )  # fmt: skip
 
 
 def warm_up() -> None:
@@ -96,6 +111,7 @@ class _Search:
     state: ClusterState
     merge: bool
     before: Sharing | None
+    may_hold: bool
     over: Callable[[], bool]
 
     def __post_init__(self) -> None:
@@ -118,13 +134,14 @@ class _Search:
         best = self._best_begins(sorted((seed._replace(nows=nows) for seed in seeds), key=self._cost)[:BEAM])
         best = self._present(self._kept(best)._replace(nows=seeds[0].nows))
         best, within = self._within_slowdowns(best)
-        value, turns = self.outlook.value(best), self.outlook.turns()
-        was_shared = self.before is not None and self.before.mode is Mode.SHARE and bool(self.before.rates)
-        margin = 0.0 if was_shared else SHARE_MARGIN
-        if not within:
-            return self._hold(f"sharing would slow {self._too_slow(best)} more than its max_slowdown", turns)
-        if value <= 1.0 + margin:
-            return self._hold(f"the best sharing found would do {value:.2f} times the work of taking turns", turns)
+        value = self.outlook.value(best)
+        if self.may_hold:
+            was_shared = self.before is not None and self.before.mode is Mode.SHARE and bool(self.before.rates)
+            margin = 0.0 if was_shared else SHARE_MARGIN
+            if not within and self._excess(best).max() > self._excess_in_turns():
+                return self._hold(f"sharing would slow {self._too_slow(best)} more than its max_slowdown")
+            if value <= 1.0 + margin:
+                return self._hold(f"the best sharing found would do {value:.2f} times the work of taking turns")
         return self._shared(best, value)
 
     # -- where rollouts begin ---------------------------------------------------------------------------------
@@ -283,6 +300,11 @@ class _Search:
         """[P]: by how much the slowest of the next steps of each pipeline exceeds what it may take."""
         return np.maximum(self.outlook.flow(choice).slow - self.limits, 0.0)
 
+    def _excess_in_turns(self) -> float:
+        """The same if steps take turns, of the pipeline that is worst off."""
+        slow = np.array([1.0 / max(rate, 1e-9) for rate in self.outlook.turns().values()])
+        return float(np.maximum(slow - self.limits, 0.0).max())
+
     def _too_slow(self, choice: Choice) -> str:
         slow, excess = self.outlook.flow(choice).slow, self._excess(choice)
         i = int(excess.argmax())
@@ -323,10 +345,9 @@ class _Search:
             stay, chosen = found[0], found[now]
             n, rest_s = len(self.outlook.prospects[i].present), float(self.outlook.flow(choice).rollout_s[i])
             stay_s = float(self.outlook.flow(_with_now(choice, i, 0)).rollout_s[i])
-            saved_s = stay.work_s - (chosen.work_s - chosen.cost_work_s)
-            gain_s = saved_s
+            net_s = stay.work_s - chosen.work_s
             if chosen.what is What.SPREAD:
-                gain_s = max(saved_s, (self._done_s(choice) - self._done_s(_with_now(choice, i, 0))))
+                net_s = max(net_s, self._done_s(choice) - self._done_s(_with_now(choice, i, 0)))
             yield Relocation(
                 pipeline=self.names[i],
                 kind=str(chosen.what),
@@ -334,13 +355,13 @@ class _Search:
                 reason=f"{n} samples left: on {on_workers(chosen.to)} they take {lasting(chosen.work_s)} of workers' "
                 f"time instead of {lasting(stay.work_s)}, {lasting(chosen.cost_work_s)} for the move included; the "
                 f"end is in {lasting(rest_s)} instead of {lasting(stay_s)}",
-                gain_s=gain_s,
-                cost_s=chosen.cost_work_s,
+                gain_s=net_s + chosen.cost_s,
+                cost_s=chosen.cost_s,
                 rest_s=rest_s,
             )
 
-    def _hold(self, why: str, turns: Mapping[str, float]) -> Sharing:
-        return _in_turns(self.state, f"in turns, each with all workers to itself: {why}", turns)
+    def _hold(self, why: str) -> Sharing:
+        return _in_turns(self.state, f"in turns, each with all workers to itself: {why}", self.outlook.turns())
 
 
 def _in_turns(state: ClusterState, reason: str, rates: Mapping[str, float] | None = None) -> Sharing:

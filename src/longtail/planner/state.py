@@ -65,6 +65,10 @@ class Live:
         return len(self.worker)
 
 
+_NONE = np.empty(0, np.int64)
+NOBODY = Live(worker=_NONE, context=_NONE, lanes=_NONE, remaining=_NONE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineState:
     """One pipeline now. ``step`` is the present step (or the next, at ``READY``), ``typical`` those to come; it has
@@ -118,8 +122,8 @@ class Mode(StrEnum):
 class Relocation:
     """Move a rollout's samples to ``to``, which are fewer workers than have them now (``merge``) or more (``spread``).
 
-    ``gain_s``: worker-seconds that this is predicted to save over all pipelines, before its ``cost_s``. ``rest_s``:
-    real seconds to the end of this rollout with it."""
+    ``cost_s``: real seconds that the move itself takes. ``gain_s`` less ``cost_s`` are the worker-seconds that it is
+    predicted to save over all pipelines. ``rest_s``: real seconds to the end of this rollout with it."""
 
     pipeline: str
     kind: str

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from longtail.cluster.messages import Command, Shares
@@ -21,7 +22,7 @@ from longtail.core.clock import Clock
 from longtail.core.config import SharingPolicy
 from longtail.core.events import Event, Planned, Span, StepEnded
 from longtail.costs.interference_log import InterferenceLog
-from longtail.planner.lookahead import share
+from longtail.planner.lookahead import in_general, share
 from longtail.planner.state import ClusterState, Mode, PipelineState, Sharing, Stage
 from longtail.runtime.known_costs import KnownCosts
 from longtail.runtime.turns import By, Turns
@@ -62,6 +63,9 @@ class Conductor:
         self._send, self._emit, self._clock = send, emit, clock
         self._interference = InterferenceLog(self._own_costs)
         self._sharing: Sharing | None = None
+        self._general: Sharing | None = None
+        """What was decided of typical steps, when those of ``_typical`` were over."""
+        self._typical: tuple[tuple[str, int], ...] = ()
         self._unknown: frozenset[str] = frozenset()
         self._weights: dict[str, float] = {}
         self._seen: tuple[tuple[str, int, str], ...] = ()
@@ -130,14 +134,19 @@ class Conductor:
     def _decide(self, known: tuple[PipelineState, ...]) -> Sharing:
         state = ClusterState(workers=self._workers, pipelines=known, interference=self._interference.current())
         # With a pipeline of which nothing is known nothing can be foretold: side by side, as it comes.
-        return share(
-            state,
+        ask = partial(
+            share,
             corun="greedy" if self._unknown else self._policy.corun,
             merge=self._policy.merge == "auto",
             budget_s=BUDGET_S,
             trust=self._trusted,
-            before=self._sharing,
         )
+        typical = tuple((p.name, p.steps_left) for p in known)
+        if self._general is None or typical != self._typical:
+            self._typical, self._general = typical, ask(in_general(state), before=self._general)
+        if self._general.mode is Mode.HOLD:
+            return self._general
+        return ask(state, before=self._sharing, may_hold=False)
 
     @property
     def _trusted(self) -> bool:
@@ -193,7 +202,7 @@ class Conductor:
 
     def _alone(self, live: list[PipelineDriver]) -> None:
         """At most one pipeline is left, and from now on it has everything."""
-        self._sharing, self._seen = None, ()
+        self._sharing, self._general, self._seen = None, None, ()
         for driver in live:
             driver.begin_on = None
         self._turns.change(By.NOTHING)

@@ -11,12 +11,9 @@ import numpy as np
 from longtail.cluster.messages import Alive
 from longtail.core.types import Layout, Request
 from longtail.planner.rollout import Rollout
-from longtail.planner.state import Live
+from longtail.planner.state import NOBODY, Live
 from longtail.planner.tree import Group
 from longtail.runtime.step import StepBatch
-
-_NONE = np.empty(0, np.int64)
-NOBODY = Live(worker=_NONE, context=_NONE, lanes=_NONE, remaining=_NONE)
 
 
 class _Heard(NamedTuple):
