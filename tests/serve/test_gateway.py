@@ -111,7 +111,7 @@ def test_when_all_servers_are_down_requests_fail_clearly_and_work_again_later(mo
 
 
 def test_an_upstream_that_is_briefly_away_costs_those_who_wait_nothing():
-    with FakeUpstream(plan=Plan(wait_s=0.05)) as fake, gate(fake.url) as server, ThreadPoolExecutor(6) as pool:
+    with FakeUpstream(plan=Plan(wait_s=0.6)) as fake, gate(fake.url) as server, ThreadPoolExecutor(6) as pool:
         first = pool.submit(ask, server)
         fake.wait(lambda: fake.count("open") == 1)
         waiting = [pool.submit(ask, server) for _ in range(5)]
