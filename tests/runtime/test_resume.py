@@ -36,6 +36,8 @@ def test_every_changed_key_of_a_pipeline_is_refused_or_honoured_by_name(path):
         value = [0.5, 0.5]
     elif section == ("rollout", "chunk_tokens"):
         value = 64
+    elif section == ("max_slowdown",):
+        value = 2.5
     change = {section[-1]: value} if len(section) == 1 else {section[0]: {section[1]: value}}
     problems, notes = compare_for_resume(jobs(), jobs(**change))
     dotted = ".".join(section)
