@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from e2e.harness import KnownTable as Known
 from e2e.harness import Recorder
 from longtail.cluster.simulated import SimulatedCluster
 from longtail.core.config import Pipeline
 from longtail.core.events import Event
 from longtail.core.types import Request
 from longtail.costs.decode import DecodeCosts
-from longtail.costs.interference import UNKNOWN, Interference
-from longtail.costs.table import CostTable, SwitchCosts, TableKey
+from longtail.costs.table import CostTable, SwitchCosts
 from longtail.costs.worker import WorkerCosts
 from longtail.rl.tasks import Example
 from longtail.runtime.controller import Controller
@@ -91,22 +91,6 @@ def pipeline(**changes) -> Pipeline:
         else:
             values[name] = value
     return Pipeline.model_validate(values)
-
-
-@dataclass
-class Known:
-    """Tables of which one is known (None: none, until one is measured)."""
-
-    table: CostTable | None
-
-    def find(self) -> CostTable | None:
-        return self.table
-
-    def keep(self, table: CostTable) -> None:
-        self.table = table
-
-    def pairs(self, keys: Iterable[TableKey]) -> Interference:
-        return UNKNOWN
 
 
 def simulate(

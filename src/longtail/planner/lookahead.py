@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
@@ -45,7 +44,6 @@ MANY_STEPS = 8
 BOOSTS = (2.0, 4.0, 8.0, 16.0)
 """By so much the weight of a pipeline may be raised that would be slowed too much."""
 
-Corun = Literal["auto", "greedy", "stages", "serial"]
 Clock = Callable[[], float]
 
 

@@ -26,14 +26,13 @@ from longtail.planner.lookahead import in_general, share
 from longtail.planner.state import ClusterState, Mode, PipelineState, Sharing, Stage
 from longtail.runtime.known_costs import KnownCosts
 from longtail.runtime.turns import By, Turns
+from longtail.runtime.widen import THINKING_SHARE
 
 if TYPE_CHECKING:
     from longtail.runtime.pipeline import PipelineDriver
 
 LOOK_EVERY_S = 0.2
 """Between two looks at rollouts under way; whatever changes of stage is looked at at once."""
-THINKING_SHARE = 50.0
-"""The controller lets so many times as long pass as a decision took: it may share its cores with the workers."""
 BUDGET_S = 0.05
 SAME_WEIGHT = 0.05
 """Weights that differ by less are left as they are."""

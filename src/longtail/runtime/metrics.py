@@ -17,9 +17,7 @@ def learning_metrics(by_number: Mapping[int, MicroStats], update: UpdateStats | 
     """Means over trained tokens from the sums of each micro-batch, and what the update reported, if there was one."""
     if not by_number:
         return {}
-    sums = MicroStats()
-    for number in sorted(by_number):  # in the same order every time: sums of floats depend on it
-        sums += by_number[number]
+    sums = MicroStats.total(by_number)
     tokens = max(sums.tokens, 1)
     metrics = {
         "loss": sums.loss,

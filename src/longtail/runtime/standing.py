@@ -70,7 +70,7 @@ class Standing:
             only = replace(costs, decode={degree: costs.decode[degree]})
             return alone_s(shape, only, workers=self._workers, slots=slots, widen=True)
         if overlaps is None:
-            return alone_s(shape, costs, workers=self._workers, slots=slots, widen=self._widens)
+            return alone_s(shape, costs, workers=self._workers, slots=slots, widen=self._widen.widens)
         state = self._state(
             Stage.READY, overlaps, costs, step=shape, typical=shape, live=NOBODY, elapsed_s=0.0, train_left=0
         )
@@ -133,7 +133,7 @@ class Standing:
             merges_left=self._widen.merges_left,
             costs=costs,
             slots=config.rollout.max_running,
-            may_widen=self._widens,
+            may_widen=self._widen.widens,
             stale_steps=schedule.staleness,
             micro_tokens=config.train.micro_tokens,
         )
@@ -146,10 +146,6 @@ class Standing:
             typical, config = self._typical, self._plan.config
             return self._likes.of((shape, typical), (), lambda: like(shape, typical, config))
         return shape or self._typical
-
-    @property
-    def _widens(self) -> bool:
-        return self._plan.may_widen and isinstance(self._plan.config.rollout.tp, str) and len(self._widen.degrees) > 1
 
     def _live(self, sampled: StepUnderWay, shape: StepShape) -> Live:
         """Where some have not been heard of, what was known last; at first nobody has begun."""

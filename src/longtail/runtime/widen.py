@@ -88,7 +88,7 @@ class StepWiden:
     # -- costs ------------------------------------------------------------------------------------------------
 
     @property
-    def _widens(self) -> bool:
+    def widens(self) -> bool:
         """Whether the planner is asked for tensor-parallel groups; a fixed degree needs no planner."""
         return self._plan.may_widen and isinstance(self._rollout.tp, str) and len(self.degrees) > 1
 
@@ -100,7 +100,7 @@ class StepWiden:
     @property
     def wants_profile(self) -> bool:
         """Whether costs must be measured before anything can be decided; another pipeline may have done that since."""
-        return (self._widens or self._plan.company) and not self._known.look_again()
+        return (self.widens or self._plan.company) and not self._known.look_again()
 
     def profiled(self, report: Profiled) -> None:
         if report.table is not None:
@@ -204,7 +204,7 @@ class StepWiden:
         self._dispatched = dispatched
         now = self._time.monotonic()
         whole = self.layout.workers == self._everyone
-        if self._widens and whole and self._idle and dispatched and now >= self._look_at:
+        if self.widens and whole and self._idle and dispatched and now >= self._look_at:
             move = self._next_move()
             self._look_at = now + THINKING_SHARE * (self._time.monotonic() - now)
             if move is not None:
@@ -282,7 +282,7 @@ class StepWiden:
         for move in moves:
             assert self._samples is not None
             self._emit(move.ended(self._plan.name, self._step, self._samples, costs))
-        has_choice = self.fixed_degree > 1 or self._widens or self._plan.company
+        has_choice = self.fixed_degree > 1 or self.widens or self._plan.company
         return {"switches": float(len(moves))} if has_choice else {}
 
     def abandon(self) -> None:
@@ -349,7 +349,7 @@ class StepWiden:
         tp, costs, workers, now = self._rollout.tp, self.costs, len(self._everyone), self._time.time()
         if isinstance(tp, int):
             return fixed_start(tp, workers, now=now)
-        if work is None or costs is None or not self._widens or self._leases.contended():
+        if work is None or costs is None or not self.widens or self._leases.contended():
             return None
         assert self._samples is not None
         return planned_start(work, self._samples, workers, costs, self._rules, now=now)
