@@ -133,6 +133,25 @@ def test_without_a_word_on_what_one_step_would_have_taken_nothing_is_said_of_the
     assert "together" not in printed(in_time(*events))
 
 
+@pytest.mark.parametrize(("busy_s", "said"), [(2.0, True), (0.5, False)])
+def test_nothing_is_said_of_the_whole_where_steps_alone_would_take_longer_than_all_their_work(busy_s, said):
+    """1.5 s with all workers to itself, for work that took so many seconds of workers: a table of another machine."""
+    events = [started(), begins(0.0, "a"), begins(0.0, "b")]
+    for k in range(3):
+        for name in ("a", "b"):
+            events += step(2.0 * k, 2.0 * k + 2, name, k, alone_s=1.5)
+            events.append(span(2.0 * k, 2.0 * k + 2, busy_s, name))
+    assert (summarise(in_time(*events)).together is not None) is said
+
+
+def test_tokens_a_second_of_steps_that_overlap_are_over_the_time_in_which_they_lasted():
+    """An asynchronous pipeline: each step begins half-way through the one before."""
+    one_after_another = [started(), *step(0.0, 2.0, "a", 0), *step(2.0, 4.0, "a", 1)]
+    overlapping = [started(), *step(0.0, 2.0, "a", 0), *step(1.0, 3.0, "a", 1)]
+    apart, over = (summarise(in_time(*events)).pipelines[0] for events in (one_after_another, overlapping))
+    assert over.tokens_per_s == pytest.approx(apart.tokens_per_s * 4 / 3)
+
+
 def test_columns_are_there_only_where_something_is_known():
     events = [started(), *step(0.0, 2.0, "a", 0), *step(0.0, 2.0, "b", 0)]
     header = printed(in_time(*events)).splitlines()[0]

@@ -25,6 +25,9 @@ from longtail.observe.plans import account as account_of_plans
 from longtail.observe.text import about, duration, number, percent, reward, short_path
 from longtail.observe.views import PipelineView, StepRecord
 
+POSSIBLE = 1.05
+"""What steps would take alone, over the busy seconds of their work: more is a cost table gone wrong."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSummary:
@@ -55,7 +58,8 @@ class PipelineSummary:
 class RunSummary:
     """``reason`` is None if the run was killed (or still runs). ``idle`` is each worker's idle share, 0 to 1.
     ``together``: the throughput of all pipelines over that of taking turns, each with all workers to itself; None with
-    one pipeline, and unless it is known of every step what it would have taken."""
+    one pipeline, unless it is known of every step what it would have taken, and where that cannot be true: with all
+    workers to itself no step takes longer than its work does one piece after the other."""
 
     run: str
     reason: str | None
@@ -100,7 +104,7 @@ def summarise(events: Iterable[Event] | RunView) -> RunSummary:
         running_s=view.running_s,
         pipelines=tuple(_pipeline(p, view.now, alone=len(ran) < 2) for p in view.pipelines.values()),
         idle=idle,
-        together=_together([r for p in ran for r in p.done.values()]) if len(ran) > 1 else None,
+        together=_together(ran) if len(ran) > 1 else None,
         plans=view.plans.summary(),
     )
 
@@ -110,7 +114,7 @@ def _pipeline(p: PipelineView, now: float, *, alone: bool) -> PipelineSummary:
     tenth = max(1, round(len(records) / 10))
     timed = [r for r in records if math.isfinite(r.time_s)]
     counted = [r for r in timed if math.isfinite(r.tokens)]
-    time_s = sum(r.time_s for r in counted)
+    time_s = _lasted_s(counted)
     compared = [r for r in timed if math.isfinite(r.alone_s) and r.alone_s > 0]
     return PipelineSummary(
         name=p.name,
@@ -136,15 +140,25 @@ def _mean(values: list[float]) -> float | None:
     return sum(finite) / len(finite) if finite else None
 
 
-def _together(records: list[StepRecord]) -> float | None:
+def _together(pipelines: list[PipelineView]) -> float | None:
     """What steps would have taken alone, over the time in which at least one of them was under way."""
+    records = [r for p in pipelines for r in p.done.values()]
     if not all(math.isfinite(r.alone_s) and math.isfinite(r.time_s) for r in records):
         return None
-    wall_s, until = 0.0, -math.inf
-    for since, ended in sorted((r.ended - r.time_s, r.ended) for r in records):
-        wall_s += max(0.0, ended - max(since, until))
-        until = max(until, ended)
+    for p in pipelines:
+        if 0 < POSSIBLE * p.time.own_s < sum(r.alone_s for r in p.done.values()):
+            return None
+    wall_s = _lasted_s(records)
     return sum(r.alone_s for r in records) / wall_s if wall_s > 0 else None
+
+
+def _lasted_s(records: list[StepRecord]) -> float:
+    """Seconds in which at least one of these steps was under way."""
+    lasted_s, until = 0.0, -math.inf
+    for since, ended in sorted((r.ended - r.time_s, r.ended) for r in records):
+        lasted_s += max(0.0, ended - max(since, until))
+        until = max(until, ended)
+    return lasted_s
 
 
 def render(summary: RunSummary) -> RenderableType:

@@ -72,9 +72,10 @@ PART, ROLLS, OPEN, LONGEST, BEFORE, SAMPLED, TRAINED, TRAINS, LEFT, WHOLE, PULL 
 """Columns of ``steps`` [P, 11], of a pipeline: which part of a rollout runs (NOTHING: none), for which step, in how
 many cells it has not ended, its longest cell, and that of the part before; how many steps have been sampled and
 trained; whether one is trained, with worker-seconds LEFT of WHOLE, of which all cells take PULL a second."""
-AROUND = 3
-"""Row of ``beside`` [4, N]: by how much all other workers lengthen work of each kind in the cell that is looked at. The
-first three: what all work on the same worker adds to it, at each share of :class:`Factors`, times its weight."""
+AROUND, LOOKED_AT = 3, 4
+"""Rows of ``beside`` [5, N]: by how much all other workers lengthen work of each kind in the cell that is looked at; and
+whether that kind has been looked at. The first three: what all work on the same worker adds to it, at each share of
+:class:`Factors`, times its weight."""
 READY_AT, BEGAN = range(2)
 """Of ``times`` [P, RING, 2]: when the scores of a step are there, and when it began."""
 
@@ -89,13 +90,12 @@ def flow(now, then, about, weights, sizes, factors, horizon_s, enough):
     place, cell = np.zeros((pipelines, cells, 5)), np.zeros((cells, 3))
     steps, times = np.zeros((pipelines, 11)), np.zeros((pipelines, RING, 2))
     load, wants = np.zeros((cells + 1, len(factors.near))), np.zeros(pipelines)
-    beside = np.zeros((4, len(factors.near)))
+    beside = np.zeros((5, len(factors.near)))
     done, slow_now, slow = np.zeros(pipelines), np.zeros(pipelines), np.zeros(pipelines)
     finished, rollout_s = np.full(pipelines, np.inf), np.full(pipelines, np.inf)
     time_s, unfinished = 0.0, pipelines
     known = factors.known
-    # From here on by (what is beside, whose work): what is added to 1.
-    same, near = factors.same.transpose(0, 2, 1).copy() - 1.0, factors.near.T.copy() - 1.0
+    same, near = factors.same - 1.0, factors.near - 1.0  # what is added to 1
     for c in range(cells):
         cell[c, NEXT], cell[c, STALE_CELL] = np.inf, 1.0
     for p in range(pipelines):
@@ -323,7 +323,7 @@ def _share(time_s, place, cell, steps, about, weights, sizes, same, near, known,
             total += wants[p]
         cell[c, AT], cell[c, NEXT], cell[c, STALE_CELL] = time_s, np.inf, 0.0
         if known:
-            _look_at(c, total, load, neighbours, same, near, beside)
+            beside[LOOKED_AT] = 0.0
         for p in range(len(place)):
             steps[p, PULL] -= place[p, c, PULLS]
             place[p, c, RATE] = place[p, c, PULLS] = 0.0
@@ -338,12 +338,16 @@ def _share(time_s, place, cell, steps, about, weights, sizes, same, near, known,
                 rate = 0.5 * share if trains else share
                 if known:
                     kind = int(place[p, c, PART_KIND])
+                    if beside[LOOKED_AT, kind] == 0.0:
+                        _look_at(c, kind, total, load, neighbours, same, near, beside)
                     rate /= _longer(kind, seen, wants[p], others, share, same, beside)
                 place[p, c, RATE] = rate
                 cell[c, NEXT] = min(cell[c, NEXT], time_s + place[p, c, REST] / rate)
             if trains:
                 rate = (1.0 - 0.5 * place[p, c, PART_BUSY]) * share if rolls else share
                 if known:
+                    if beside[LOOKED_AT, seen] == 0.0:
+                        _look_at(c, seen, total, load, neighbours, same, near, beside)
                     rate /= _longer(seen, seen, wants[p], others, share, same, beside)
                 place[p, c, PULLS] = sizes[c] * rate
                 steps[p, PULL] += place[p, c, PULLS]
@@ -377,24 +381,19 @@ def _look_around(place, cell, steps, about, weights, sizes, load):
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _look_at(c, total, load, neighbours, same, near, beside):
-    """What work of each kind finds in cell ``c``, of whose time ``total`` is wanted: see :data:`AROUND`."""
-    last, kinds = len(load) - 1, load.shape[1]
-    for a in range(kinds):
-        beside[0, a] = beside[1, a] = beside[2, a] = 0.0
-        beside[AROUND, a] = 1.0
-    for b in range(kinds):
-        # One of the cell's workers is this one; the others are its neighbours.
-        elsewhere = (load[last, b] - (load[c, b] / total if total > 0.0 else 0.0)) / neighbours
-        if elsewhere > TINY:
-            for a in range(kinds):
-                beside[AROUND, a] += elsewhere * near[b, a]
+def _look_at(c, kind, total, load, neighbours, same, near, beside):
+    """What work of a ``kind`` finds in cell ``c``, of whose time ``total`` is wanted: see :data:`AROUND`."""
+    last, part = len(load) - 1, 1.0 / total if total > 0.0 else 0.0
+    around, first, second, third = 0.0, 0.0, 0.0, 0.0
+    for b in range(load.shape[1]):
         here = load[c, b]
-        if here > 0.0:
-            for a in range(kinds):
-                beside[0, a] += here * same[0, b, a]
-                beside[1, a] += here * same[1, b, a]
-                beside[2, a] += here * same[2, b, a]
+        # One of the cell's workers is this one; the others are its neighbours.
+        around += max(load[last, b] - here * part, 0.0) * near[kind, b]
+        first += here * same[0, kind, b]
+        second += here * same[1, kind, b]
+        third += here * same[2, kind, b]
+    beside[0, kind], beside[1, kind], beside[2, kind] = first, second, third
+    beside[AROUND, kind], beside[LOOKED_AT, kind] = 1.0 + around / neighbours, 1.0
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -408,8 +407,8 @@ def _longer(kind, seen, wants, others, share, same, beside):
         low, part = 0, max(0.0, share - 1.0 / 3.0) * 6.0
     else:
         low, part = 1, min(share - 0.5, 1.0 / 6.0) * 6.0
-    here = (1.0 - part) * (beside[low, kind] - wants * same[low, seen, kind])
-    here += part * (beside[low + 1, kind] - wants * same[low + 1, seen, kind])
+    here = (1.0 - part) * (beside[low, kind] - wants * same[low, kind, seen])
+    here += part * (beside[low + 1, kind] - wants * same[low + 1, kind, seen])
     if share > 2.0 / 3.0:
         here *= 3.0 * (1.0 - share)
     return (1.0 + here / others) * beside[AROUND, kind]
