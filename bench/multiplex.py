@@ -290,7 +290,6 @@ def main() -> None:
     load, began = os.getloadavg()[0], time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="longtail-multiplex-") as folder:
         results = measure(Bench(Path(folder)), args)
-    print(json.dumps(results, indent=1), flush=True)
     print_tables(results)
     common.finish(
         "multiplex", quick=args.quick or bool(args.cases), seeds=[0, 1, 2], arms=results,
@@ -305,7 +304,11 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
         cases = [Case(c.name, tuple(replace(s, steps=2) for s in c.specs)) for c in cases]
     by_model = {job.model: job for case in cases for job in case.jobs()}
     bench.profile([*by_model.values()], coarse=args.quick)
-    return {case.name: measure_case(bench, case) for case in cases}
+    results = {}
+    for case in cases:
+        results[case.name] = measure_case(bench, case)
+        print(json.dumps({case.name: results[case.name]}), flush=True)  # so that a long run that is cut off leaves some
+    return results
 
 
 if __name__ == "__main__":

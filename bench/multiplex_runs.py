@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 GROUP = 4
-WARM_LENGTH = 4
+WARM_PART = 4
+"""The first step's samples are those of the second, so many times shorter: pipelines learn what their lengths are like
+from it, and one that is ahead when the last one has done it is not far ahead."""
 PATIENCE_S = 1800
 
 REWARDS = '''
@@ -108,11 +110,13 @@ def write(jobs: Sequence[Job], folder: Path, *, policy: Mapping[str, Any], tp: A
 
 
 def write_rows(job: Job, folder: Path) -> None:
-    """The rows in such an order that step k gets the k-th ones; those of the step before are short."""
+    """The rows in such an order that step k gets the k-th ones; before them comes a short step."""
     from longtail.rl.tasks import load_task, prompt_indices
 
     path = folder / f"{job.name}.jsonl"
-    warm = [{**row, "lengths": [WARM_LENGTH] * len(row["lengths"])} for row in job.rows[: job.prompts]]
+    warm = [
+        {**row, "lengths": [-(-length // WARM_PART) for length in row["lengths"]]} for row in job.rows[: job.prompts]
+    ]
     wanted = [*warm, *job.rows]
     path.write_text("".join(json.dumps(row) + "\n" for row in wanted))
     task = load_task(path.name, {}, seed=job.seed, base=folder)

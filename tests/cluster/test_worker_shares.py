@@ -130,7 +130,7 @@ def test_a_weight_that_is_no_positive_number_is_refused_with_its_pipeline(weight
 class Tenant:
     """Always has work; a quantum takes ``seconds`` of the clock that ``now`` is."""
 
-    attempt, group, lease_id, follows, runnable = 0, None, None, False, True
+    attempt, group, lease_id, follows, runnable, hurries = 0, None, None, False, True, False
     next_substage = SubStage.DECODE
 
     def __init__(self, name: str, seconds: float, now: list[float]) -> None:
@@ -161,6 +161,19 @@ def test_pipelines_with_quanta_of_different_lengths_get_the_same_time(monkeypatc
     for _ in range(1010):
         worker._turn()
     assert tenants["short"].used_s == pytest.approx(tenants["long"].used_s, abs=1.01)
+
+
+def test_what_other_workers_wait_for_goes_first_and_the_others_catch_up(monkeypatch):
+    worker, tenants = worker_with(monkeypatch, a=0.5, b=0.01)
+    worker._turn()
+    worker._turn()  # each has had one
+    tenants["a"].hurries = True
+    worker._turn()
+    assert (tenants["a"].used_s, tenants["b"].used_s) == (pytest.approx(1.0), pytest.approx(0.01))
+    tenants["a"].hurries = False
+    for _ in range(99):
+        worker._turn()
+    assert (tenants["a"].used_s, tenants["b"].used_s) == (pytest.approx(1.0), pytest.approx(1.0))
 
 
 def test_a_worker_obeys_shares_between_two_quanta_and_keeps_those_of_who_is_not_named(monkeypatch):

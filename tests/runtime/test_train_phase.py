@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.cluster.messages import TrainBatches, Trained, Update, Updated
+from longtail.cluster.messages import Hurry, TrainBatches, Trained, Update, Updated
 from longtail.core.config import Pipeline
 from longtail.core.errors import TrainingError
 from longtail.core.types import TrainGroup, TrainSample
@@ -47,6 +47,7 @@ class Bench:
         self.workers = workers
         self.waiting: list[list[tuple[int, object]]] = [[] for _ in range(workers)]
         self.handed: list[int] = []
+        self.hurried: list[int] = []
         self.updates: list[Update] = []
         self.book = LeaseBook()
         self.form_group(grouped)
@@ -65,14 +66,18 @@ class Bench:
         if isinstance(command, TrainBatches):
             self.waiting[worker] += command.batches
             self.handed += [number for number, _ in command.batches]
+        elif isinstance(command, Hurry):
+            assert self.waiting[worker], "there is nothing to hurry for"
+            self.hurried.append(worker)
         else:
             assert isinstance(command, Update)
             self.updates.append(command)
 
-    def report(self, worker: int, *, loss: float = 1.0) -> None:
+    def report(self, worker: int, *, loss: float = 1.0, shared: bool = False) -> None:
         number, batch = self.waiting[worker].pop(0)
         stats = MicroStats(samples=batch.samples, tokens=batch.completion_tokens, loss=loss)
-        self.phase.trained(Trained(worker=worker, pipeline="a", attempt=3, step=7, number=number, stats=stats))
+        done = Trained(worker=worker, pipeline="a", attempt=3, step=7, number=number, stats=stats, shared=shared)
+        self.phase.trained(done)
 
     def run_pass(self, choices) -> None:
         while self.phase.at == "passing":
@@ -155,8 +160,30 @@ def test_a_worker_that_is_fast_computes_more_of_a_step():
     while bench.waiting[0]:
         bench.report(0)
         done += 1
-    assert done == 12 - AHEAD, "all but those that the slow one has"
+    assert done == 11, "all but the one that the slow one has"
     assert bench.phase.at == "passing"
+    assert bench.hurried == [1], "and that one is waited for"
+
+
+def test_a_worker_with_other_work_has_one_at_a_time_and_one_without_has_the_next_one_in_advance():
+    bench = Bench(2, groups=[group(i, 30) for i in range(12)])
+    assert [len(waiting) for waiting in bench.waiting] == [1, 1]
+    for shared, expected in ((False, AHEAD), (True, 1), (False, AHEAD)):
+        bench.report(0, shared=shared)
+        while len(bench.waiting[0]) > expected:  # what it was given before is not taken back
+            bench.report(0, shared=shared)
+        assert len(bench.waiting[0]) == expected
+
+
+def test_nobody_is_hurried_while_there_is_something_to_hand_out_or_all_have_something_to_do():
+    bench = Bench(2, groups=[group(i, 30) for i in range(3)])
+    assert len(bench.handed) == 2
+    bench.report(0)
+    assert (len(bench.handed), bench.hurried) == (3, [])
+    bench.report(1)
+    assert bench.hurried == [0]
+    bench.report(0)
+    assert (bench.phase.at, bench.hurried) == ("passed", [0])
 
 
 def test_the_last_micro_batches_are_not_kept_by_a_worker_that_is_busy():
@@ -187,12 +214,12 @@ def test_a_micro_batch_that_is_reported_twice_or_by_another_worker_is_an_error()
 
 def test_workers_in_a_group_of_another_pipeline_get_their_micro_batches_when_it_is_over():
     bench = Bench(3, groups=[group(i, 30) for i in range(12)], grouped=(0, 1))
-    assert [len(waiting) for waiting in bench.waiting] == [0, 0, AHEAD]
+    assert [len(waiting) for waiting in bench.waiting] == [0, 0, 1]
     bench.report(2)
     assert [len(waiting) for waiting in bench.waiting] == [0, 0, AHEAD]
     bench.book.clear()
     bench.phase.hand_out()
-    assert [len(waiting) for waiting in bench.waiting] == [AHEAD, AHEAD, AHEAD]
+    assert [len(waiting) for waiting in bench.waiting] == [1, 1, AHEAD]
 
 
 @settings(max_examples=60)

@@ -119,6 +119,13 @@ class TrainBatches(PipelineCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hurry(PipelineCommand):
+    """Other workers have done all else of this pass over ``step``: do the micro-batches of it before other work."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Refresh(PipelineCommand):
     """From now on sample with the weights as they are trained now: those after ``updates`` steps. Only pipelines with
     ``max_staleness`` above 0 have a copy for sampling."""
@@ -234,11 +241,13 @@ class Profiled(PipelineReport):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(PipelineReport):
-    """Micro-batch ``number`` of the step is done; ``stats`` are sums over its tokens."""
+    """Micro-batch ``number`` of the step is done; ``stats`` are sums over its tokens. ``shared``: whether there was
+    other work for the worker meanwhile, which may go on when this pipeline has none."""
 
     step: int
     number: int
     stats: MicroStats
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

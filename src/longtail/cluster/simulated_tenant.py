@@ -118,14 +118,14 @@ class SimulatedTenant:
     def _train_s(self, batch: MicroBatch) -> float:
         return batch.tokens * self.costs.per_train_token_s
 
-    def finish(self, now: float) -> list[Report]:
-        """The piece is done."""
+    def finish(self, now: float, *, shared: bool = False) -> list[Report]:
+        """The piece is done; ``shared``: beside work of other pipelines."""
         piece, self.piece = self.piece, None
         assert piece is not None
         work = SubStage.TRAIN if piece.substage == SubStage.TRAIN else SubStage.DECODE
         self._shares.used(work, piece.work_s, [other for other in self._waiting if other != work])
         if work == SubStage.TRAIN:
-            return [self._trained()]
+            return [self._trained(shared=shared or self.engine.has_work)]
         ended = self.engine.finish(piece)
         return [self._sampled(ended, now)] if ended else []
 
@@ -140,7 +140,7 @@ class SimulatedTenant:
             ended=now,
         )
 
-    def _trained(self) -> Trained:
+    def _trained(self, *, shared: bool) -> Trained:
         self.training_step, number, batch = self._batches.popleft()
         return Trained(
             worker=self._worker,
@@ -149,6 +149,7 @@ class SimulatedTenant:
             step=self.training_step,
             number=number,
             stats=MicroStats(samples=batch.samples, tokens=batch.completion_tokens),
+            shared=shared,
         )
 
     # Reports

@@ -210,7 +210,7 @@ class SimulatedWorker:
         self._go_on()
 
     def _finish(self, tenant: SimulatedTenant, piece: Piece) -> None:
-        for report in tenant.finish(self._cluster.clock.now):
+        for report in tenant.finish(self._cluster.clock.now, shared=len(self._busy()) > 1):
             self._report(report)
         self._record(tenant, piece)
         if tenant.group is not None:

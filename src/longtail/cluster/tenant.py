@@ -21,6 +21,7 @@ from longtail.cluster.measure_progress import Profiling
 from longtail.cluster.messages import (
     Alive,
     Generate,
+    Hurry,
     OpenPipeline,
     Profile,
     Profiled,
@@ -110,6 +111,9 @@ class Tenant:
         self.lease_id: int | None = None
         self._connected = connected
         self._broken = False
+        self.beside = False
+        """Whether other pipelines have work for the worker, too."""
+        self._hurries = False
         self._accompanied = world > 1
         model = load_model(Path(command.weights), dtype=dtype, device=device)
         reference = load_model(Path(command.reference), dtype=dtype, device=device) if command.reference else None
@@ -199,7 +203,17 @@ class Tenant:
         self.engine.add(request)
 
     def train(self, command: TrainBatches) -> None:
+        self._hurries = False
         self._batches.extend(_ToTrain(command.step, number, batch, command.totals) for number, batch in command.batches)
+
+    def hurry(self, command: Hurry) -> None:
+        """Micro-batches first, as long as there are any."""
+        self._hurries = any(batch.step == command.step for batch in self._batches)
+
+    @property
+    def hurries(self) -> bool:
+        """Whether other workers wait for what is next here."""
+        return self._hurries and bool(self._batches) and self.group is None
 
     def refresh(self, command: Refresh) -> Quantum:
         """Sample with the present weights from now on."""
@@ -239,6 +253,8 @@ class Tenant:
     @property
     def _next(self) -> str:
         """Which of it is next."""
+        if self.hurries:
+            return SubStage.TRAIN
         return self._shares.next(self._waiting) or SubStage.TRAIN
 
     def _sample(self, steps: int, within_s: float = math.inf) -> Quantum:
@@ -277,11 +293,13 @@ class Tenant:
         )
 
     def _train(self) -> Quantum:
+        shared = self.beside or self.engine.has_work
         step, number, batch, totals = self._batches.popleft()
         stats = self.trainer.micro_batch(batch, totals)
         report = Trained(
-            worker=self.worker, pipeline=self.name, attempt=self.attempt, step=step, number=number, stats=stats
-        )
+            worker=self.worker, pipeline=self.name, attempt=self.attempt, step=step, number=number, stats=stats,
+            shared=shared,
+        )  # fmt: skip
         return Quantum(SubStage.TRAIN, step, batch.tokens, batch.samples, [report])
 
     def update(self, command: Update, comm: Communicator) -> Quantum:

@@ -2,9 +2,10 @@
 
 Invariants: commands of one worker are applied in the order they were sent, always between two quanta. An error in
 a pipeline's work ends that pipeline on this worker, gives its memory back, and touches nothing else. Time is shared
-between the runnable pipelines by weight (``cluster/fair.py``), so one with long quanta gets fewer of them. A worker
-that is in a tensor-parallel group works for that group alone; if it follows there, it does what the leader orders, and
-its own commands wait until the group is dissolved.
+between the runnable pipelines by weight (``cluster/fair.py``), so one with long quanta gets fewer of them; but what
+other workers wait for goes first, and those that it overtakes catch up. A worker that is in a tensor-parallel group
+works for that group alone; if it follows there, it does what the leader orders, and its own commands wait until the
+group is dissolved.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from longtail.cluster.messages import (
     DropWork,
     Generate,
     Happened,
+    Hurry,
     LeaseBroken,
     Opened,
     OpenPipeline,
@@ -153,12 +155,14 @@ class Worker:
         return [t.name for t in self.tenants.values() if t.runnable and (not grouped or t.group is not None)]
 
     def _choose(self) -> Tenant | None:
-        name = self._shares.next(self._contenders())
+        names = self._contenders()
+        name = self._shares.next([n for n in names if self.tenants[n].hurries] or names)
         return None if name is None else self.tenants[name]
 
     def _quantum(self, tenant: Tenant, work: Callable[[], Quantum]) -> None:
         """Run ``work`` and account for it. Raises whatever it raises."""
         waiting = [name for name in self._contenders() if name != tenant.name]
+        tenant.beside = bool(waiting)
         start = time.time()
         quantum = work()
         end = time.time()
@@ -264,6 +268,8 @@ class Worker:
                 )
             case TrainBatches():
                 tenant.train(command)
+            case Hurry():
+                tenant.hurry(command)
             case Refresh():
                 self._guarded(tenant, lambda: self._quantum(tenant, lambda: tenant.refresh(command)))
             case Save():

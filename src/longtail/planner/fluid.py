@@ -73,8 +73,8 @@ PART, ROLLS, OPEN, LONGEST, BEFORE, SAMPLED, TRAINED, TRAINS, LEFT, WHOLE, PULL 
 many cells it has not ended, its longest cell, and that of the part before; how many steps have been sampled and
 trained; whether one is trained, with worker-seconds LEFT of WHOLE, of which all cells take PULL a second."""
 AROUND, LOOKED_AT = 3, 4
-"""Rows of ``beside`` [5, N]: by how much all other workers lengthen work of each kind in the cell that is looked at; and
-whether that kind has been looked at. The first three: what all work on the same worker adds to it, at each share of
+"""Rows of ``beside`` [5, N]: by how much all other workers lengthen work of each kind in the cell that is looked at,
+and whether that has been worked out. The first three: what all work on the same worker adds to it, at each share of
 :class:`Factors`, times its weight."""
 READY_AT, BEGAN = range(2)
 """Of ``times`` [P, RING, 2]: when the scores of a step are there, and when it began."""

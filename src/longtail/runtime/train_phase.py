@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from longtail.cluster.messages import Command, TrainBatches, Trained, Update, Updated
+from longtail.cluster.messages import Command, Hurry, TrainBatches, Trained, Update, Updated
 from longtail.core.clock import Clock
 from longtail.core.errors import TrainingError
 from longtail.core.types import Lease, StepTotals, TrainGroup
@@ -27,42 +27,58 @@ from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.step import totals
 
 AHEAD = 2
-"""Micro-batches that a worker has at a time, so that it need not wait for the next one."""
+"""Micro-batches that a worker with nothing else to do has at a time, so that it need not wait for the next one."""
 
 
 class Deal:
     """One pass over ``batches``, costliest first, by ``workers`` workers. ``stats`` are those reported, by number.
 
-    A worker has up to :data:`AHEAD` at a time; but one, once fewer are left than there are workers to do them, so that
-    nobody sits on what another could do. The only worker there is gets all at once.
+    A worker has one at a time, so that nobody sits on what another could do; and another in advance if it turns out to
+    have no other work (:data:`AHEAD`), unless fewer are left than there are workers to do them. The only worker there
+    is gets all at once.
     """
 
     def __init__(self, batches: Sequence[MicroBatch], workers: int) -> None:
         self._batches = batches
         self._next = 0
         self._held: list[set[int]] = [set() for _ in range(workers)]
-        self._ahead = AHEAD if workers > 1 else len(batches)
+        self._room = [1 if workers > 1 else len(batches)] * workers
+        self._hurried: set[int] = set()
         self.stats: dict[int, MicroStats] = {}
 
     def hand_out(self, away: Collection[int] = ()) -> dict[int, list[int]]:
         """The numbers that workers get now; those that are ``away`` from training get none."""
         given: dict[int, list[int]] = {}
         here = [worker for worker in range(len(self._held)) if worker not in away]
-        for _ in range(self._ahead):
+        for _ in range(max(self._room)):
             for worker in here:
                 left = len(self._batches) - self._next
-                room = self._ahead if left >= len(here) else 1
+                room = self._room[worker] if left >= len(here) else 1
                 if left and len(self._held[worker]) < room:
                     given.setdefault(worker, []).append(self._next)
                     self._held[worker].add(self._next)
                     self._next += 1
         return given
 
-    def done(self, worker: int, number: int, stats: MicroStats) -> None:
-        """``worker`` has computed ``number``. Raises ``RuntimeError`` if it does not have that one."""
+    def hurry(self, away: Collection[int] = ()) -> list[int]:
+        """The workers that others wait for from now on: those have nothing left, and there is nothing to hand out."""
+        if self._next < len(self._batches):
+            return []
+        here = [worker for worker in range(len(self._held)) if worker not in away]
+        if all(self._held[worker] for worker in here):
+            return []
+        late = [worker for worker in here if self._held[worker] and worker not in self._hurried]
+        self._hurried.update(late)
+        return late
+
+    def done(self, worker: int, number: int, stats: MicroStats, *, shared: bool = True) -> None:
+        """``worker`` has computed ``number``; ``shared``: it had other work, too. Raises ``RuntimeError`` if it does
+        not have that one."""
         if number not in self._held[worker]:
             raise RuntimeError(f"worker {worker} reports micro-batch {number}, which it was not given or has reported")
         self._held[worker].remove(number)
+        if len(self._held) > 1:
+            self._room[worker] = 1 if shared else AHEAD
         self.stats[number] = stats
 
     @property
@@ -156,6 +172,8 @@ class TrainPhase:
                 totals=self._totals,
             )
             self._send(worker, command)
+        for worker in self._deal.hurry(self._leases.grouped):
+            self._send(worker, Hurry(pipeline=self._plan.name, attempt=self._attempt, step=self._step))
 
     def _look(self) -> None:
         if self._deal.over:
@@ -168,7 +186,7 @@ class TrainPhase:
                 f"the loss of step {report.step + 1} is {report.stats.loss}, so nothing more can be learnt;"
                 " lower train.lr or look for broken rewards"
             )
-        self._deal.done(report.worker, report.number, report.stats)
+        self._deal.done(report.worker, report.number, report.stats, shared=report.shared)
         self.hand_out()
         self._look()
 
