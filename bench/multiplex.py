@@ -15,7 +15,7 @@ Arms, one `longtail run` each, with the same jobs and seeds:
 * all: the planner with all four moves.
 
 Each pipeline also runs alone (with widening), for its slowdown. Throughput is samples per second from the moment when
-all pipelines have done a short first step to the end of the last one. The bound is the least worker-seconds of the same
+all pipelines are loaded to the end of the last one. The bound is the least worker-seconds of the same
 work by the measured cost table, with the samples of each step decoded together and no worker idle, over the number of
 workers. What was learned (losses, rewards, final weights) must be the same bits in every arm: the bench fails if not.
 """
@@ -70,7 +70,7 @@ class Spec:
 
 TINY = Spec("tiny", prompts=8, cap=512, cut=0.05, steps=6, kv_gib=0.4)
 HEAVY = Spec("tiny", prompts=6, cap=800, cut=0.01, steps=6, kv_gib=0.5)
-SMOL = Spec("smollm2-135m", prompts=4, cap=128, cut=0.05, steps=2, kv_gib=0.3)
+SMOL = Spec("smollm2-135m", prompts=4, cap=128, cut=0.05, steps=3, kv_gib=0.3)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ MAX_RUNNING = 256
 
 
 def least_s(jobs: Sequence[Job], costs: Path, update_s: Mapping[str, float], workers: int) -> float:
-    """Of all steps that are measured; ``update_s``: seconds of an update of each job."""
+    """Of all steps; ``update_s``: seconds of an update of each job."""
     return bound_s(
         [
             (shape(job, step, update_s[job.name]), table_of(job.model, costs), MAX_RUNNING)

@@ -1,8 +1,8 @@
 """One `longtail run` of several pipelines, and what its events say of it.
 
 Every pipeline does the same work in every arm: prompts, samples and lengths are given (forced lengths), rewards are a
-function of the text, and all of them are trained on. The first step is a small one that warms up; what is measured
-begins when every pipeline has done it, and ends with the last step of the last pipeline.
+function of the text, and all of them are trained on. What is measured begins when all pipelines are loaded, and ends
+with the last step of the last one: all steps count, the first ones too, of which nothing is known before.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 GROUP = 4
-WARM_PART = 4
-"""The first step's samples are those of the second, so many times shorter: pipelines learn what their lengths are like
-from it, and one that is ahead when the last one has done it is not far ahead."""
 PATIENCE_S = 1800
 
 REWARDS = '''
@@ -36,7 +33,7 @@ def spread(prompts, completions, **columns):
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One pipeline: ``rows`` (each with a ``prompt`` and ``lengths``) are those of its ``steps`` steps, in order of
-    steps, ``prompts`` in each; another, short step comes before them."""
+    steps, ``prompts`` in each."""
 
     name: str
     model: str
@@ -51,7 +48,7 @@ class Job:
 
     @property
     def samples(self) -> int:
-        """Of all steps that are measured."""
+        """Of all steps."""
         return self.steps * self.prompts * GROUP
 
 
@@ -103,27 +100,23 @@ def write(jobs: Sequence[Job], folder: Path, *, policy: Mapping[str, Any], tp: A
                 "forced_lengths": "lengths", "prompt_format": "plain",
             },
             "algorithm": {"group_size": GROUP}, "train": {"lr": 1e-6, "micro_tokens": job.micro_tokens},
-            "checkpoint": {"every": 10_000}, "steps": job.steps + 1, "seed": job.seed, **job.extra,
+            "checkpoint": {"every": 10_000}, "steps": job.steps, "seed": job.seed, **job.extra,
         }  # fmt: skip
     record = {"workers": workers, "costs": str(costs), "policy": dict(policy), "pipelines": pipelines}
     (folder / "jobs.yaml").write_text(yaml.safe_dump(record))
 
 
 def write_rows(job: Job, folder: Path) -> None:
-    """The rows in such an order that step k gets the k-th ones; before them comes a short step."""
+    """The rows in such an order that step k gets the k-th ones."""
     from longtail.rl.tasks import load_task, prompt_indices
 
     path = folder / f"{job.name}.jsonl"
-    warm = [
-        {**row, "lengths": [-(-length // WARM_PART) for length in row["lengths"]]} for row in job.rows[: job.prompts]
-    ]
-    wanted = [*warm, *job.rows]
-    path.write_text("".join(json.dumps(row) + "\n" for row in wanted))
+    path.write_text("".join(json.dumps(row) + "\n" for row in job.rows))
     task = load_task(path.name, {}, seed=job.seed, base=folder)
-    placed: list[dict[str, Any]] = [{}] * len(wanted)
-    for step in range(job.steps + 1):
+    placed: list[dict[str, Any]] = [{}] * len(job.rows)
+    for step in range(job.steps):
         places = prompt_indices(task, step=step, prompts=job.prompts, seed=job.seed)
-        for place, row in zip(places, wanted[step * job.prompts :], strict=False):
+        for place, row in zip(places, job.rows[step * job.prompts :], strict=False):
             placed[place] = row
     path.write_text("".join(json.dumps(row) + "\n" for row in placed))
 
@@ -133,18 +126,18 @@ def outcome(jobs: Sequence[Job], run_folder: Path, workers: int) -> Outcome:
 
     events = list(read_events(run_folder))
     ends = {job.name: [e for e in events if e.kind == "step" and e.pipeline == job.name] for job in jobs}
-    begin = max(steps[0].t for steps in ends.values())
+    begin = max(e.t for e in events if e.kind == "pipeline_started")
     end = max(steps[-1].t for steps in ends.values())
     first_over = min(steps[-1].t for steps in ends.values())
     spans = [e for e in events if e.kind == "span"]
     busy = sum(s.busy_s * overlap(s, begin, first_over) for s in spans) / (workers * (first_over - begin))
     return Outcome(
         seconds=end - begin,
-        steps_s={name: [s.metrics["time_s"] for s in steps[1:]] for name, steps in ends.items()},
+        steps_s={name: [s.metrics["time_s"] for s in steps] for name, steps in ends.items()},
         busy=busy,
         learned={job.name: digest(job, run_folder, ends[job.name]) for job in jobs},
         moves={job.name: count_moves(events, job.name) for job in jobs},
-        metrics={name: [s.metrics for s in steps[1:]] for name, steps in ends.items()},
+        metrics={name: [s.metrics for s in steps] for name, steps in ends.items()},
         planned=[e for e in events if e.kind == "planned"],
         mean_rewards={name: sum(s.metrics["reward_mean"] for s in steps) / len(steps) for name, steps in ends.items()},
     )

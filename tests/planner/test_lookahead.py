@@ -264,6 +264,9 @@ def test_without_trust_or_time_or_by_policy_it_is_greedy() -> None:
     expected = greedy.share(state)
     assert replace(decide(state, trust=False), reason="") == replace(expected, reason="")
     assert "wrong" in decide(state, trust=False).reason
+    in_turns = decide(state, trust=False, before=Sharing(mode=Mode.HOLD, reason=""))
+    assert in_turns.mode is Mode.HOLD  # nobody knows whether it would be better side by side
+    assert "wrong" in in_turns.reason
     assert decide(state, corun="greedy") == expected
     ticks = iter(range(100_000))
     late = share(state, budget_s=0.5, clock=lambda: float(next(ticks)))

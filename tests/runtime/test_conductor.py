@@ -88,6 +88,12 @@ class Scene:
         next(iter(self.drivers.values())).step += 1
         self.conductor.turn()
 
+    def step(self, name: str, *, slowdown: float, time_s: float = 1.0) -> None:
+        """A step ends that took ``time_s``."""
+        self.clock.now += time_s
+        metrics = {"slowdown": slowdown, "time_s": time_s}
+        self.conductor.observe(StepEnded(pipeline=name, step=1, metrics=metrics))
+
 
 @pytest.fixture
 def scene(monkeypatch):
@@ -162,12 +168,12 @@ def test_predictions_that_keep_being_wrong_are_not_relied_on(scene):
     assert scene.planner.asked[-1]["trust"]
     for _ in range(8):
         for name in "ab":
-            scene.conductor.observe(StepEnded(pipeline=name, step=1, metrics={"slowdown": 4.0}))
+            scene.step(name, slowdown=4.0)
     scene.decide(sharing(rates={"a": 0.5, "b": 0.5}))
     assert not scene.planner.asked[-1]["trust"]
     for _ in range(8):
         for name in "ab":
-            scene.conductor.observe(StepEnded(pipeline=name, step=1, metrics={"slowdown": 2.0}))
+            scene.step(name, slowdown=2.0)
     scene.decide(sharing(rates={"a": 0.5, "b": 0.5}))
     assert scene.planner.asked[-1]["trust"]
 
@@ -175,19 +181,38 @@ def test_predictions_that_keep_being_wrong_are_not_relied_on(scene):
 def test_predictions_are_tried_again_after_some_steps_without_any(scene):
     scene.decide(sharing(rates={"a": 0.5, "b": 0.5}))
     for name in "ab":
-        scene.conductor.observe(StepEnded(pipeline=name, step=1, metrics={"slowdown": 8.0}))
+        scene.step(name, slowdown=8.0)
     scene.decide(sharing())  # as greedy answers: without a prediction
     assert not scene.planner.asked[-1]["trust"]
     for _ in range(8):
         for name in "ab":
-            scene.conductor.observe(StepEnded(pipeline=name, step=1, metrics={"slowdown": 8.0}))
+            scene.step(name, slowdown=8.0)
     scene.decide(sharing())
     assert scene.planner.asked[-1]["trust"]
 
 
+def test_in_turns_and_on_the_way_there_and_back_no_prediction_counts_as_wrong(scene):
+    """Steps are long or short there as they happen to fall."""
+    rates = {"a": 0.5, "b": 0.5}
+    scene.decide(sharing(Mode.HOLD, rates=rates))
+    for name in "ab":
+        scene.step(name, slowdown=20.0)
+    scene.decide(sharing(rates=rates))
+    assert scene.planner.asked[-1]["trust"]
+    for name, time_s in (("a", 5.0), ("b", 20.0)):
+        scene.step(name, slowdown=20.0, time_s=time_s)  # they had begun in turns
+    scene.decide(sharing(rates=rates))
+    assert scene.planner.asked[-1]["trust"]
+    for _ in range(4):
+        for name in "ab":
+            scene.step(name, slowdown=20.0)
+    scene.decide(sharing(rates=rates))
+    assert not scene.planner.asked[-1]["trust"]
+
+
 def test_a_new_pipeline_does_not_inherit_from_one_of_its_name(scene):
     scene.decide(sharing(rates={"a": 0.5}, weights={"a": 4.0}))
-    scene.conductor.observe(StepEnded(pipeline="a", step=1, metrics={"slowdown": 40.0}))
+    scene.step("a", slowdown=40.0)
     gone = scene.drivers.pop("a")
     scene.drivers["c"] = Driver("c")
     scene.decide(sharing(weights={"b": 1.0, "c": 1.0}))

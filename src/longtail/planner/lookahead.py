@@ -61,8 +61,9 @@ def share(
     """What to do from now on.
 
     ``corun`` and ``merge`` are the job's policy (``core/config.py``). Without ``trust`` in the predictions, or if the
-    ``budget_s`` seconds of ``clock`` are over before anything has been compared, ``greedy.py`` decides. ``before`` is
-    the last decision. ``may_hold`` is False where it has been decided that pipelines share.
+    ``budget_s`` seconds of ``clock`` are over before anything has been compared, ``greedy.py`` decides; but who takes
+    turns goes on with that. ``before`` is the last decision. ``may_hold`` is False where it has been decided that
+    pipelines share.
     """
     working = [p for p in state.pipelines if p.steps_left > 0]
     if not working:
@@ -74,7 +75,10 @@ def share(
     if corun == "greedy":
         return greedy.share(state, merge=merge)
     if not trust:
-        return greedy.share(state, merge=merge, why="predictions have been wrong lately, so greedy")
+        why = "predictions have been wrong lately"
+        if may_hold and before is not None and before.mode is Mode.HOLD:
+            return _in_turns(state, f"in turns, each with all workers to itself: {why}")
+        return greedy.share(state, merge=merge, why=f"{why}, so greedy")
     until_s = clock() + budget_s
     search = _Search(state, merge=merge, before=before, may_hold=may_hold, over=lambda: clock() >= until_s)
     if search.over():

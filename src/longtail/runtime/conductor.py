@@ -70,6 +70,8 @@ class Conductor:
         self._seen: tuple[tuple[str, int, str], ...] = ()
         self._look_at = self._told_at = 0.0
         self._errors: dict[str, float] = {}
+        self._shared_since = math.inf
+        """Since when pipelines have been side by side; infinite while they take turns."""
 
     # -- what the controller asks and tells -------------------------------------------------------------------
 
@@ -90,8 +92,10 @@ class Conductor:
             self._interference.observe(event)
         elif isinstance(event, StepEnded) and self._sharing is not None:
             predicted, slowdown = self._sharing.rates.get(event.pipeline), event.metrics.get("slowdown")
-            # Where nothing was foretold, what is known of errors fades: some day predictions are tried again.
-            error = abs(math.log(predicted * slowdown)) if predicted and slowdown else 0.0
+            side_by_side = self._clock.time() - event.metrics["time_s"] >= self._shared_since
+            # Where nothing was foretold, what is known of errors fades: some day predictions are tried again. Turns
+            # make single steps long or short as they happen to fall.
+            error = abs(math.log(predicted * slowdown)) if predicted and slowdown and side_by_side else 0.0
             before = self._errors.get(event.pipeline, error)
             self._errors[event.pipeline] = ERROR_MEMORY * before + (1.0 - ERROR_MEMORY) * error
 
@@ -154,6 +158,10 @@ class Conductor:
 
     def _carry_out(self, sharing: Sharing, now: float, seconds: float) -> None:
         before, self._sharing = self._sharing, sharing
+        if sharing.mode is Mode.HOLD:
+            self._shared_since = math.inf
+        elif self._shared_since == math.inf:
+            self._shared_since = self._clock.time()
         for driver in self._live():
             driver.begin_on = sharing.begin.get(driver.name)
         self._share_time(sharing.weights)
@@ -201,7 +209,7 @@ class Conductor:
 
     def _alone(self, live: list[PipelineDriver]) -> None:
         """At most one pipeline is left, and from now on it has everything."""
-        self._sharing, self._general, self._seen = None, None, ()
+        self._sharing, self._general, self._seen, self._shared_since = None, None, (), math.inf
         for driver in live:
             driver.begin_on = None
         self._turns.change(By.NOTHING)
