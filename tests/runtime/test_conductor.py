@@ -89,8 +89,8 @@ class Scene:
         self.conductor.turn()
 
     def step(self, name: str, *, slowdown: float, time_s: float = 1.0) -> None:
-        """A step ends that took ``time_s``."""
-        self.clock.now += time_s
+        """A second later a step ends that took ``time_s``."""
+        self.clock.now += 1.0
         metrics = {"slowdown": slowdown, "time_s": time_s}
         self.conductor.observe(StepEnded(pipeline=name, step=1, metrics=metrics))
 
@@ -199,8 +199,8 @@ def test_in_turns_and_on_the_way_there_and_back_no_prediction_counts_as_wrong(sc
         scene.step(name, slowdown=20.0)
     scene.decide(sharing(rates=rates))
     assert scene.planner.asked[-1]["trust"]
-    for name, time_s in (("a", 5.0), ("b", 20.0)):
-        scene.step(name, slowdown=20.0, time_s=time_s)  # they had begun in turns
+    for name in "ab":
+        scene.step(name, slowdown=20.0, time_s=5.0)  # they had begun in turns
     scene.decide(sharing(rates=rates))
     assert scene.planner.asked[-1]["trust"]
     for _ in range(4):
