@@ -167,7 +167,6 @@ def test_every_stage_can_be_the_present_one(stage: Stage) -> None:
     look = outlook(state, without_prompts("b", seed=2))
     flow = look.flow(everywhere(look))
     assert (flow.done > 0).all()
-    assert flow.slow_now[0] > 0
 
 
 def test_it_takes_no_longer_with_a_thousand_workers() -> None:

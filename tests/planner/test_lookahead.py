@@ -81,7 +81,7 @@ def test_alone_it_has_all_workers_and_widens() -> None:
     assert sharing.widens == {"a"}
     assert sharing.begin["a"] == (0, 1, 2, 3)
     assert "to itself" in sharing.reason
-    done = decide(cluster(4, a, replace(b, steps_left=0, stage=Stage.AWAY)))
+    done = decide(cluster(4, a, replace(b, steps_left=0)))
     assert done.widens == {"a"}
     assert decide(cluster(4, replace(a, may_widen=False))).widens == frozenset()
     assert decide(cluster(4)).begin == {}
@@ -266,6 +266,7 @@ def test_without_trust_or_time_or_by_policy_it_is_greedy() -> None:
     assert "wrong" in decide(state, trust=False).reason
     in_turns = decide(state, trust=False, before=Sharing(mode=Mode.HOLD, reason=""))
     assert in_turns.mode is Mode.HOLD  # nobody knows whether it would be better side by side
+    assert in_turns.widens == {"a", "b"}
     assert "wrong" in in_turns.reason
     assert decide(state, corun="greedy") == expected
     ticks = iter(range(100_000))
@@ -281,14 +282,6 @@ def test_time_that_ends_during_the_search_still_gives_a_good_decision() -> None:
         sharing = share(state, budget_s=1.0, clock=lambda ticks=ticks: next(ticks))
         assert sharing.mode is Mode.SHARE
         assert sum(sharing.rates.values()) > 1.0
-
-
-@pytest.mark.parametrize("corun", ["stages", "serial"])
-def test_turns_by_policy_widen_everybody(corun: str) -> None:
-    sharing = decide(two(workers=4), corun=corun)
-    assert sharing.mode is Mode.HOLD
-    assert sharing.widens == {"a", "b"}
-    assert "policy" in sharing.reason
 
 
 def test_greedy_merges_a_tail_only_while_others_have_work() -> None:

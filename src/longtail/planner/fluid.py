@@ -24,13 +24,13 @@ work (an index into :class:`Factors`, that of the pipeline's model included)."""
     STAGE, STEPS, STALE, ELAPSED, LIVE,
     SCORE_NOW, TRAIN_NOW, UPDATE_NOW, SCORE, TRAIN, UPDATE,
     QUANTUM, KIND_TRAIN,
-    WORTH_NOW, WHOLE_NOW, WORTH,
+    WORTH_NOW, WORTH,
     ROLLOUT_PART_NOW, SCORE_PART_NOW, TRAIN_PART_NOW, ROLLOUT_PART, SCORE_PART, TRAIN_PART,
-) = range(22)  # fmt: skip
-"""Columns of ``about`` [P, 22]. STAGE: :data:`ROLLOUT` and so on. LIVE: 1 where a rollout runs beside the training of
+) = range(21)  # fmt: skip
+"""Columns of ``about`` [P, 21]. STAGE: :data:`ROLLOUT` and so on. LIVE: 1 where a rollout runs beside the training of
 an earlier step. QUANTUM: seconds of a training micro-batch. WORTH_NOW: seconds that the rest of the present step takes
-alone, WHOLE_NOW all of it, WORTH another step; the PARTs are of the worth, the update has the rest."""
-COLUMNS = 22
+alone, WORTH another step; the PARTs are of the worth, the update has the rest."""
+COLUMNS = 21
 READY, ROLLOUT, SCORING, TRAINING, UPDATING = range(5)
 RING = 16
 """More than the steps of a pipeline that can be under way at once."""
@@ -50,13 +50,12 @@ class Factors(NamedTuple):
 
 class Flow(NamedTuple):
     """Of each pipeline [P]: seconds of what was ``done``, as they would take alone; when it had ``finished`` its last
-    step (infinite: not within the horizon); how many times longer than alone its present step takes (``slow_now``) and
-    the slowest of the next ones (``slow``), those under way included as far as they are; when the rollout under way, or
+    step (infinite: not within the horizon); how many times longer than alone the slowest of the next steps takes
+    (``slow``), those under way included as far as they are; when the rollout under way, or
     the first, ends (``rollout_s``). ``seconds`` are those that all this took."""
 
     done: np.ndarray
     finished: np.ndarray
-    slow_now: np.ndarray
     slow: np.ndarray
     rollout_s: np.ndarray
     seconds: float
@@ -82,7 +81,7 @@ READY_AT, BEGAN = range(2)
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def flow(now, then, about, weights, sizes, factors, horizon_s, enough):
-    """``now`` [P, 2, 3, C] is the rollout of the present step, ``then`` that of each other; ``about`` [P, 22];
+    """``now`` [P, 2, 3, C] is the rollout of the present step, ``then`` that of each other; ``about`` [P, 21];
     ``sizes`` [C]: workers of each cell. Ends at ``horizon_s``, or when all pipelines have ended ``enough`` steps, the
     present one among them, or have finished; the last pipeline that has not, of several, goes on as it would alone.
     """
@@ -91,7 +90,7 @@ def flow(now, then, about, weights, sizes, factors, horizon_s, enough):
     steps, times = np.zeros((pipelines, 11)), np.zeros((pipelines, RING, 2))
     load, wants = np.zeros((cells + 1, len(factors.near))), np.zeros(pipelines)
     beside = np.zeros((5, len(factors.near)))
-    done, slow_now, slow = np.zeros(pipelines), np.zeros(pipelines), np.zeros(pipelines)
+    done, slow = np.zeros(pipelines), np.zeros(pipelines)
     finished, rollout_s = np.full(pipelines, np.inf), np.full(pipelines, np.inf)
     time_s, unfinished = 0.0, pipelines
     known = factors.known
@@ -144,9 +143,7 @@ def flow(now, then, about, weights, sizes, factors, horizon_s, enough):
             time_s += lasts_s
             done[p] += about[p, WORTH_NOW] if first else about[p, WORTH]
             taken_s = time_s - times[p, int(steps[p, TRAINED]) % RING, BEGAN]
-            if first:
-                slow_now[p] = taken_s / about[p, WHOLE_NOW]
-            else:
+            if not first:
                 slow[p] = max(slow[p], taken_s / about[p, WORTH])
             steps[p, TRAINS] = 0.0
             steps[p, TRAINED] += 1.0
@@ -171,9 +168,7 @@ def flow(now, then, about, weights, sizes, factors, horizon_s, enough):
                 continue
             done[p] += _worth(p, step, time_s, now, then, about, place, steps, times)
             taken_s = time_s - times[p, step % RING, BEGAN]
-            if step == 0:
-                slow_now[p] = taken_s / about[p, WHOLE_NOW]
-            else:
+            if step > 0:
                 slow[p] = max(slow[p], taken_s / about[p, WORTH])
         if unfinished == 1 and pipelines > 1 and time_s < horizon_s and steps[p, TRAINED] < enough:
             still_s = max(0.0, about[p, WORTH_NOW] + (about[p, STEPS] - 1.0) * about[p, WORTH] - done[p])
@@ -183,7 +178,7 @@ def flow(now, then, about, weights, sizes, factors, horizon_s, enough):
             if alone_s == still_s:
                 finished[p] = end_s
             rollout_s[p] = min(rollout_s[p], end_s)
-    return Flow(done, finished, slow_now, slow, rollout_s, end_s)
+    return Flow(done, finished, slow, rollout_s, end_s)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -439,6 +434,6 @@ def _worth(p, step, time_s, now, then, about, place, steps, times):
 def warm_up() -> None:
     """Compile the kernel, or load it."""
     about = np.zeros((1, COLUMNS))
-    about[0, [STEPS, WORTH_NOW, WHOLE_NOW, WORTH]] = 1.0
+    about[0, [STEPS, WORTH_NOW, WORTH]] = 1.0
     factors = Factors(np.ones((3, 1, 1)), np.ones((1, 1)), False)
     flow(np.zeros((1, 2, 3, 1)), np.zeros((1, 2, 3, 1)), about, np.ones(1), np.ones(1), factors, 1.0, 1.0)

@@ -60,16 +60,14 @@ def share(
 ) -> Sharing:
     """What to do from now on.
 
-    ``corun`` and ``merge`` are the job's policy (``core/config.py``). Without ``trust`` in the predictions, or if the
-    ``budget_s`` seconds of ``clock`` are over before anything has been compared, ``greedy.py`` decides; but who takes
-    turns goes on with that. ``before`` is the last decision. ``may_hold`` is False where it has been decided that
-    pipelines share.
+    ``corun``, ``auto`` or ``greedy``, and ``merge`` are the job's policy (``core/config.py``; where it says turns,
+    nothing is left to decide). Without ``trust`` in the predictions, or if the ``budget_s`` seconds of ``clock`` are
+    over before anything has been compared, ``greedy.py`` decides; but who takes turns goes on with that. ``before`` is
+    the last decision. ``may_hold`` is False where it has been decided that pipelines share.
     """
     working = [p for p in state.pipelines if p.steps_left > 0]
     if not working:
         return Sharing(mode=Mode.SHARE, reason="no pipeline has work to do")
-    if corun in ("stages", "serial"):
-        return _in_turns(state, f"in turns by {'stage' if corun == 'stages' else 'step'}, as the job's policy says")
     if len(working) == 1 and corun == "auto":
         return _alone(state, merge=merge)
     if corun == "greedy":

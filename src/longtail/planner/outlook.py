@@ -25,7 +25,6 @@ HORIZON_STEPS = 2.0
 """The look-ahead goes so far that taking turns, each pipeline would have done so many steps."""
 STAGES = {
     Stage.READY: fluid.READY,
-    Stage.AWAY: fluid.READY,
     Stage.ROLLOUT: fluid.ROLLOUT,
     Stage.SCORE: fluid.SCORING,
     Stage.TRAIN: fluid.TRAINING,
@@ -143,9 +142,7 @@ class Prospect:
             then.update_s,
         )
         row[fluid.QUANTUM], row[fluid.KIND_TRAIN] = self.micro_s, self.kinds + TRAIN
-        row[fluid.WORTH_NOW], row[fluid.WHOLE_NOW], row[fluid.WORTH] = (
-            max(a.total_s, 1e-9) for a in (rest, self.step.alone, typical)
-        )
+        row[fluid.WORTH_NOW], row[fluid.WORTH] = (max(a.total_s, 1e-9) for a in (rest, typical))
         for first, a in ((fluid.ROLLOUT_PART_NOW, rest), (fluid.ROLLOUT_PART, typical)):
             total_s = max(a.total_s, 1e-9)
             row[first], row[first + 1], row[first + 2] = a.rollout_s / total_s, a.score_s / total_s, a.train_s / total_s
@@ -285,7 +282,7 @@ class Outlook:
         far_s = 2.0 * steps * float(about[0, fluid.WORTH])
         done = flow(row, row, about, np.ones(1), self.cells.sizes, self.factors, far_s, steps)
         if np.isfinite(done.finished[0]) and (ratio := float(done.finished[0]) / (steps * about[0, fluid.WORTH])) < 1.0:
-            self._about[i, [fluid.WORTH_NOW, fluid.WHOLE_NOW, fluid.WORTH]] *= ratio
+            self._about[i, [fluid.WORTH_NOW, fluid.WORTH]] *= ratio
 
 
 def _factors(interference: Interference, models: list[str]) -> Factors:

@@ -17,15 +17,13 @@ from longtail.costs.table import CostTable
 
 
 class Stage(StrEnum):
-    """What a pipeline is at. ``READY``: it waits for its turn to begin a step. ``AWAY``: it loads, profiles or
-    saves."""
+    """What a pipeline is at. ``READY``: it waits for its turn to begin a step."""
 
     READY = "ready"
     ROLLOUT = "rollout"
     SCORE = "score"
     TRAIN = "train"
     UPDATE = "update"
-    AWAY = "away"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ class PipelineState:
     since the step began. ``merges_left``: how often this rollout may still be moved to fewer workers. ``costs`` are
     corrected. ``slots``: sequences that a worker runs at once. ``may_widen``: whether tensor-parallel groups are
     allowed. ``stale_steps``: how many steps its rollout may be ahead of its training; if it is, ``stage`` is that of
-    the training. ``micro_tokens``: of a training micro-batch, for which others may have to wait (0: no wait is
+    the training. ``micro_tokens``: of a usual training micro-batch, for which others may have to wait (0: no wait is
     expected)."""
 
     name: str

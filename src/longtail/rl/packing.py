@@ -16,6 +16,8 @@ ATTENTION_SCALE = 4096
 """Context at which attention costs about as much as the linear layers (6 x hidden size, for a hidden size near 700)."""
 PIECES = 4
 """Micro-batches per worker beyond which a step is not cut finer for the sake of handing them out evenly."""
+USUAL_PIECES = 3
+"""Micro-batches per worker of the plans that are made for steps of usual lengths."""
 LEAST_TOKENS = 128
 """Tokens of a micro-batch below which a step is not cut finer than one per worker: small matrix products are slow."""
 OVERHEAD = 50
@@ -74,6 +76,11 @@ def plan_micro_batches(groups: Sequence[TrainGroup], *, workers: int, micro_toke
         ]
     best = min(plans, key=lambda plan: _latest_end([batch.cost for batch in plan], workers))
     return sorted(best, key=lambda batch: -batch.cost)
+
+
+def usual_tokens(total: int, *, workers: int, micro_tokens: int) -> int:
+    """About what a micro-batch has of a step of ``total`` tokens."""
+    return min(micro_tokens, max(LEAST_TOKENS, -(-total // (USUAL_PIECES * workers))))
 
 
 def with_signal(groups: Iterable[TrainGroup]) -> list[TrainGroup]:

@@ -11,6 +11,7 @@ from longtail.planner.alone import alone_s
 from longtail.planner.outlook import HORIZON_STEPS, Outlook
 from longtail.planner.remembered import Remembered
 from longtail.planner.state import ClusterState, Live, PipelineState, Stage, StepShape
+from longtail.rl.packing import usual_tokens
 from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.rollout_phase import StepUnderWay
 from longtail.runtime.samples import NOBODY
@@ -135,7 +136,9 @@ class Standing:
             slots=config.rollout.max_running,
             may_widen=self._widen.widens,
             stale_steps=schedule.staleness,
-            micro_tokens=config.train.micro_tokens,
+            micro_tokens=usual_tokens(
+                typical.train_tokens, workers=self._workers, micro_tokens=config.train.micro_tokens
+            ),
         )
 
     def _shape(self, step: StepUnderWay | None) -> StepShape | None:
