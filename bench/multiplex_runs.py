@@ -133,7 +133,7 @@ def outcome(jobs: Sequence[Job], run_folder: Path, workers: int) -> Outcome:
     busy = sum(s.busy_s * overlap(s, begin, first_over) for s in spans) / (workers * (first_over - begin))
     return Outcome(
         seconds=end - begin,
-        steps_s={name: [s.metrics["time_s"] for s in steps] for name, steps in ends.items()},
+        steps_s={name: [min(s.metrics["time_s"], s.t - begin) for s in steps] for name, steps in ends.items()},
         busy=busy,
         learned={job.name: digest(job, run_folder, ends[job.name]) for job in jobs},
         moves={job.name: count_moves(events, job.name) for job in jobs},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -130,7 +131,8 @@ def test_a_weight_that_is_no_positive_number_is_refused_with_its_pipeline(weight
 class Tenant:
     """Always has work; a quantum takes ``seconds`` of the clock that ``now`` is."""
 
-    attempt, group, lease_id, follows, runnable, hurries = 0, None, None, False, True, False
+    attempt, group, lease_id, follows, runnable = 0, None, None, False, True
+    hurries = expects = False
     next_substage = SubStage.DECODE
 
     def __init__(self, name: str, seconds: float, now: list[float]) -> None:
@@ -174,6 +176,60 @@ def test_what_other_workers_wait_for_goes_first_and_the_others_catch_up(monkeypa
     for _ in range(99):
         worker._turn()
     assert (tenants["a"].used_s, tenants["b"].used_s) == (pytest.approx(1.0), pytest.approx(1.0))
+
+
+class Trainee(Tenant):
+    """Has one micro-batch at a time; the next one arrives while the worker waits for it, or is ``lost``."""
+
+    next_substage = SubStage.TRAIN
+    lost = False
+
+    def run_quantum(self) -> Quantum:
+        self.runnable, self.expects = False, True
+        return super().run_quantum()
+
+    def get(self, timeout: float) -> Shares:
+        """As the worker's inbox."""
+        assert timeout == worker_module.PATIENCE_S
+        self._now[0] += timeout
+        if self.lost:
+            raise queue.Empty
+        self.arrive()
+        return Shares(weights=())
+
+    def arrive(self) -> None:
+        self.runnable, self.expects = True, False
+
+
+def trainees(monkeypatch, *, short_s: float, long_s: float) -> tuple[Worker, Trainee, Trainee]:
+    """Both train; micro-batches of ``long`` are always there."""
+    worker, _ = worker_with(monkeypatch)
+    now = [0.0]
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(time=lambda: now[0]))
+    short, long = Trainee("short", short_s, now), Trainee("long", long_s, now)
+    worker.tenants.update(short=short, long=long)
+    long.run_quantum = lambda: Tenant.run_quantum(long)
+    nothing = queue.SimpleQueue()
+    worker.inbox = SimpleNamespace(get=short.get, get_nowait=nothing.get_nowait)
+    return worker, short, long
+
+
+def test_a_pipeline_whose_micro_batches_come_one_by_one_keeps_its_share(monkeypatch):
+    worker, short, long = trainees(monkeypatch, short_s=0.05, long_s=0.4)
+    for _ in range(900):
+        if short.expects and short._now[0] % 0.7 < 0.3:
+            short.arrive()  # in time, now and then
+        worker._turn()
+        worker._waited_for.clear()  # as each of its micro-batches does
+    assert short.used_s == pytest.approx(long.used_s, rel=0.05)
+
+
+def test_a_worker_waits_once_for_a_micro_batch_that_does_not_come(monkeypatch):
+    worker, short, long = trainees(monkeypatch, short_s=0.05, long_s=0.4)
+    short.lost = True
+    for _ in range(30):
+        worker._turn()
+    assert (short.used_s, short._now[0]) == (0.05, pytest.approx(0.05 + worker_module.PATIENCE_S + long.used_s))
 
 
 def test_a_worker_obeys_shares_between_two_quanta_and_keeps_those_of_who_is_not_named(monkeypatch):

@@ -65,6 +65,7 @@ class Bench:
         assert (command.pipeline, command.attempt, command.step) == ("a", 3, 7)
         if isinstance(command, TrainBatches):
             self.waiting[worker] += command.batches
+            self.more = command.more
             self.handed += [number for number, _ in command.batches]
         elif isinstance(command, Hurry):
             assert self.waiting[worker], "there is nothing to hurry for"
@@ -160,18 +161,27 @@ def test_a_worker_that_is_fast_computes_more_of_a_step():
     while bench.waiting[0]:
         bench.report(0)
         done += 1
-    assert done == 11, "all but the one that the slow one has"
+    assert done == 12 - AHEAD, "all but those that the slow one has"
     assert bench.phase.at == "passing"
     assert bench.hurried == [1], "and that one is waited for"
 
 
-def test_a_worker_with_other_work_has_one_at_a_time_and_one_without_has_the_next_one_in_advance():
+def test_towards_the_end_a_worker_with_other_work_has_one_at_a_time():
     bench = Bench(2, groups=[group(i, 30) for i in range(12)])
-    assert [len(waiting) for waiting in bench.waiting] == [1, 1]
-    for shared, expected in ((False, AHEAD), (True, 1), (False, AHEAD)):
+    assert [len(waiting) for waiting in bench.waiting] == [AHEAD, AHEAD]
+    had = []
+    while bench.waiting[0]:
+        bench.report(0, shared=True)
+        had.append((bench.more, len(bench.waiting[0])))
+    assert had[0] == (True, AHEAD), "many are left"
+    assert [count for more, count in had if more][-2:] == [1, 1]
+
+
+def test_in_a_small_step_a_worker_has_the_next_one_in_advance_only_if_it_has_no_other_work():
+    for shared, expected in ((True, 1), (False, AHEAD)):
+        bench = Bench(2, groups=[group(i, 30) for i in range(5)])
+        assert [len(waiting) for waiting in bench.waiting] == [1, 1]
         bench.report(0, shared=shared)
-        while len(bench.waiting[0]) > expected:  # what it was given before is not taken back
-            bench.report(0, shared=shared)
         assert len(bench.waiting[0]) == expected
 
 
@@ -214,7 +224,7 @@ def test_a_micro_batch_that_is_reported_twice_or_by_another_worker_is_an_error()
 
 def test_workers_in_a_group_of_another_pipeline_get_their_micro_batches_when_it_is_over():
     bench = Bench(3, groups=[group(i, 30) for i in range(12)], grouped=(0, 1))
-    assert [len(waiting) for waiting in bench.waiting] == [0, 0, 1]
+    assert [len(waiting) for waiting in bench.waiting] == [0, 0, AHEAD]
     bench.report(2)
     assert [len(waiting) for waiting in bench.waiting] == [0, 0, AHEAD]
     bench.book.clear()

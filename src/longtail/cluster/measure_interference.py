@@ -13,6 +13,7 @@ from itertools import combinations_with_replacement, permutations
 
 from longtail.cluster.fair import FairShare
 from longtail.cluster.measure_together import Together, Work
+from longtail.core.types import BURST_S
 
 Classes = Mapping[str, Work]
 Slowdowns = dict[str, dict[str, float]]
@@ -101,11 +102,20 @@ def _means_s(works: Sequence[Work], shares: Sequence[float], window_s: float) ->
     while time.perf_counter() - begun < window_s or not all(times.values()):
         name = fair.next(by_name)
         assert name is not None
-        times[name].append(by_name[name]())
-        fair.used(name, times[name][-1], [other for other in by_name if other != name])
+        burst = _burst(by_name[name])
+        times[name] += burst
+        fair.used(name, sum(burst), [other for other in by_name if other != name])
         if begun == math.inf and all(times.values()):
             begun, times = time.perf_counter(), {name: [] for name in by_name}
     return [statistics.fmean(taken) for taken in times.values()]
+
+
+def _burst(work: Work) -> list[float]:
+    """Seconds of each quantum of a turn, as a worker's turns are (``core/types.py``)."""
+    times = [work()]
+    while sum(times) + times[-1] <= BURST_S:
+        times.append(work())
+    return times
 
 
 def _median_within(work: Work, window_s: float) -> float:

@@ -110,17 +110,19 @@ class Profile(PipelineCommand):
 class TrainBatches(PipelineCommand):
     """Accumulate the gradient of these micro-batches, each with its number in the step; a report follows each.
 
-    Which worker computes which micro-batch changes no bit of the step's gradient (``rl/trainer.py``).
+    Which worker computes which micro-batch changes no bit of the step's gradient (``rl/trainer.py``). ``more``: others
+    are left, and will be sent when these are done.
     """
 
     step: int
     batches: tuple[tuple[int, MicroBatch], ...]
     totals: StepTotals
+    more: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hurry(PipelineCommand):
-    """Other workers have done all else of this pass over ``step``: do the micro-batches of it before other work."""
+    """There is a worker with nothing left to do of this pass over ``step``: do its micro-batches before other work."""
 
     step: int
 

@@ -3,7 +3,8 @@
 Between two changes of what it does a worker's state is linear in time, so it is computed only when something changes:
 a sequence ends, a prefill chunk or a micro-batch is done, a command arrives. Commands are applied between two quanta.
 Runnable pipelines share the worker by weight, as real ones do when seen over many quanta; a pipeline alone is simulated
-exactly. Updates, loads and saves have the worker to themselves, and a change of layout waits for the quanta under way.
+exactly. So nobody overtakes anybody (``Hurry`` has no effect), and nobody's turn is lost while a micro-batch is on its
+way. Updates, loads and saves have the worker to themselves, and a change of layout waits for the quanta under way.
 
 In a tensor-parallel group the leader takes the commands and does the work, at the costs of the group, and the others
 account for the same work. What other pipelines have to do there waits.
@@ -203,14 +204,15 @@ class SimulatedWorker:
         if plan != self._plan:
             return  # something came between
         self._progress()
-        for tenant in self._busy():
+        busy = self._busy()
+        for tenant in busy:
             piece = tenant.piece
             if piece is not None and piece.work_s - piece.done_s <= EPSILON_S:
-                self._finish(tenant, piece)
+                self._finish(tenant, piece, shared=len(busy) > 1)
         self._go_on()
 
-    def _finish(self, tenant: SimulatedTenant, piece: Piece) -> None:
-        for report in tenant.finish(self._cluster.clock.now, shared=len(self._busy()) > 1):
+    def _finish(self, tenant: SimulatedTenant, piece: Piece, *, shared: bool) -> None:
+        for report in tenant.finish(self._cluster.clock.now, shared=shared):
             self._report(report)
         self._record(tenant, piece)
         if tenant.group is not None:

@@ -16,7 +16,7 @@ class _Open:
     busy_s: float = 0.0
     quanta: int = 0
     tokens: int = 0
-    sequences: int = 0
+    sequences: float = 0.0
     context: int = 0
 
 
@@ -41,7 +41,7 @@ class SpanRecorder:
         start: float,
         end: float,
         tokens: int,
-        batch: int,
+        batch: float,
         quanta: int = 1,
         busy_s: float | None = None,
         context: int = 0,

@@ -39,7 +39,7 @@ from longtail.cluster.messages import (
 )
 from longtail.core.comm import Communicator
 from longtail.core.errors import CapacityError
-from longtail.core.types import Completion, Request, StepTotals, SubStage
+from longtail.core.types import BURST_S, Completion, Request, StepTotals, SubStage
 from longtail.engine.blocks import BlockStore
 from longtail.engine.cargo import Cargo
 from longtail.engine.checkpoint import load_model
@@ -53,15 +53,16 @@ from longtail.rl import checkpoint
 from longtail.rl.packing import MicroBatch
 from longtail.rl.trainer import Trainer
 
-QUANTUM_S = 0.008
-"""Sampling steps that take less than this are done several at a time: between two quanta a worker looks for commands,
-chooses and keeps account, which takes 0.15 ms, 4 % of a step of a small model."""
 MOST_STEPS = 64
+"""Of a burst."""
+EXPECTING_S = 0.1
+"""So long after a micro-batch the next one is expected."""
 
 
 @dataclass(frozen=True)
 class Quantum:
-    """What one quantum was and what came of it; ``quanta`` are the steps of it where it samples, by ``tp`` workers.
+    """What one quantum was and what came of it, or a burst of ``quanta`` of them, of ``batch`` sequences on average, by
+    ``tp`` workers.
 
     ``context`` counts the tokens in the lanes that were worked on, summed over quanta.
     """
@@ -69,7 +70,7 @@ class Quantum:
     substage: SubStage
     step: int
     tokens: int
-    batch: int
+    batch: float
     reports: list[Report]
     quanta: int = 1
     context: int = 0
@@ -113,7 +114,8 @@ class Tenant:
         self._broken = False
         self.beside = False
         """Whether other pipelines have work for the worker, too."""
-        self._hurries = False
+        self._hurries = self._more = False
+        self._trained_at = -math.inf
         self._accompanied = world > 1
         model = load_model(Path(command.weights), dtype=dtype, device=device)
         reference = load_model(Path(command.reference), dtype=dtype, device=device) if command.reference else None
@@ -203,7 +205,7 @@ class Tenant:
         self.engine.add(request)
 
     def train(self, command: TrainBatches) -> None:
-        self._hurries = False
+        self._hurries, self._more = False, command.more
         self._batches.extend(_ToTrain(command.step, number, batch, command.totals) for number, batch in command.batches)
 
     def hurry(self, command: Hurry) -> None:
@@ -214,6 +216,12 @@ class Tenant:
     def hurries(self) -> bool:
         """Whether other workers wait for what is next here."""
         return self._hurries and bool(self._batches) and self.group is None
+
+    @property
+    def expects(self) -> bool:
+        """Whether its next micro-batch is on its way."""
+        expecting = self._more and not self._batches and self.group is None
+        return expecting and time.perf_counter() - self._trained_at < EXPECTING_S
 
     def refresh(self, command: Refresh) -> Quantum:
         """Sample with the present weights from now on."""
@@ -235,13 +243,13 @@ class Tenant:
         self._started.clear()
 
     def run_quantum(self) -> Quantum:
-        """As many decode steps or prefill chunks as :data:`QUANTUM_S` has time for, but one at least; or one training
-        micro-batch; in a group, a burst of steps."""
+        """A decode step or prefill chunk, and more of them while :data:`BURST_S` has time for them; or one training
+        micro-batch; in a group, as many steps as the leader orders."""
         if self.group is not None:
             return self._burst(self.group)
         waiting, work = self._waiting, self._next
         start = time.perf_counter()
-        quantum = self._train() if work == SubStage.TRAIN else self._sample(MOST_STEPS, QUANTUM_S)
+        quantum = self._train() if work == SubStage.TRAIN else self._sample(MOST_STEPS, BURST_S)
         self._shares.used(work, time.perf_counter() - start, [other for other in waiting if other != work])
         return quantum
 
@@ -260,16 +268,17 @@ class Tenant:
     def _sample(self, steps: int, within_s: float = math.inf) -> Quantum:
         """Up to ``steps`` engine steps of one kind, fewer when a sample ends or another one would not end in time."""
         substage = self.engine.next_substage()
-        done = tokens = batch = context = 0
+        done = tokens = sequences = context = 0
         reports: list[Report] = []
         began, step_s = time.perf_counter(), 0.0
         while done < steps and not reports and self.engine.has_work and self.engine.next_substage() == substage:
             start = time.perf_counter()
-            if start + step_s > began + within_s:
+            if done and start + step_s > began + within_s:
                 break
             result = self.engine.step()
             step_s = time.perf_counter() - start
-            done, tokens, batch, context = done + 1, tokens + result.tokens, result.batch, context + result.context
+            done, tokens, context = done + 1, tokens + result.tokens, context + result.context
+            sequences += result.batch
             if self.group is not None:
                 self.group.stepped(result, step_s)
             if result.completions:
@@ -277,7 +286,7 @@ class Tenant:
         if not self.engine.has_work:
             self._started.clear()
         return Quantum(
-            substage, self.step, tokens, batch, [] if self.follows else reports,
+            substage, self.step, tokens, sequences / max(done, 1), [] if self.follows else reports,
             quanta=done, context=context, tp=len(self.group.workers) if self.group else 1,
         )  # fmt: skip
 
@@ -296,6 +305,7 @@ class Tenant:
         shared = self.beside or self.engine.has_work
         step, number, batch, totals = self._batches.popleft()
         stats = self.trainer.micro_batch(batch, totals)
+        self._trained_at = time.perf_counter()
         report = Trained(
             worker=self.worker, pipeline=self.name, attempt=self.attempt, step=step, number=number, stats=stats,
             shared=shared,

@@ -56,6 +56,8 @@ from longtail.core.events import Event, Progress
 from longtail.core.types import SubStage
 
 PROGRESS_EVERY_S = 0.25
+PATIENCE_S = 0.02
+"""So long a worker waits for a micro-batch that is on its way, rather than give its turn to another pipeline's."""
 ALIVE_EVERY_S, ALIVE_IN_GROUP_EVERY_S = 0.1, 1.0
 """How often the controller learns how far sequences are. A decision about workers on their own is that old at most;
 in a group there is hardly one to make, and whatever takes a core from one member stops all of them."""
@@ -100,6 +102,8 @@ class Worker:
         self._shares = FairShare()
         self._leftovers = False
         """Whether a pipeline has failed whose memory is not given back yet."""
+        self._waited_for: set[str] = set()
+        """Pipelines whose next micro-batch did not come in time."""
         self._stopped = False
         self._next_progress = self._next_alive = 0.0
 
@@ -124,7 +128,9 @@ class Worker:
         while self._arrived and not self._bound():
             self._apply(self._arrived.popleft())
         tenant = self._choose()
-        if tenant is not None:
+        if tenant is not None and tenant.next_substage == SubStage.TRAIN and self._is_patient():
+            self._arrived += self._commands(PATIENCE_S)
+        elif tenant is not None:
             self._guarded(tenant, partial(self._quantum, tenant, tenant.run_quantum))
         self._tell()
 
@@ -138,12 +144,27 @@ class Worker:
         self._disconnect()
         self.inbox.put(Stop())
 
-    def _commands(self) -> list[Command]:
-        """All commands that have arrived; waits for one while there is nothing else to do."""
-        idle = not self._arrived and self._choose() is None
+    def _is_patient(self) -> bool:
+        """Whether it is the turn of a pipeline whose micro-batch is on its way. Once for each."""
+        contenders, expecting = self._contenders(), self._expecting()
+        if not expecting or any(self.tenants[name].hurries for name in contenders):
+            return False
+        name = self._shares.next([*contenders, *expecting])
+        if name not in expecting or name in self._waited_for:
+            return False
+        self._waited_for.add(name)
+        return True
+
+    def _expecting(self) -> list[str]:
+        return [tenant.name for tenant in self.tenants.values() if tenant.expects]
+
+    def _commands(self, within_s: float = 0.0) -> list[Command]:
+        """All commands that have arrived; waits ``within_s`` for one, or longer while there is nothing else to do."""
+        if not self._arrived and self._choose() is None:
+            within_s = PROGRESS_EVERY_S
         commands: list[Command] = []
         try:
-            commands.append(self.inbox.get(timeout=PROGRESS_EVERY_S) if idle else self.inbox.get_nowait())
+            commands.append(self.inbox.get(timeout=within_s) if within_s else self.inbox.get_nowait())
             while True:
                 commands.append(self.inbox.get_nowait())
         except queue.Empty:
@@ -161,7 +182,7 @@ class Worker:
 
     def _quantum(self, tenant: Tenant, work: Callable[[], Quantum]) -> None:
         """Run ``work`` and account for it. Raises whatever it raises."""
-        waiting = [name for name in self._contenders() if name != tenant.name]
+        waiting = [name for name in (*self._contenders(), *self._expecting()) if name != tenant.name]
         tenant.beside = bool(waiting)
         start = time.time()
         quantum = work()
@@ -267,6 +288,7 @@ class Worker:
                     ),
                 )
             case TrainBatches():
+                self._waited_for.discard(tenant.name)
                 tenant.train(command)
             case Hurry():
                 tenant.hurry(command)

@@ -41,6 +41,11 @@ class SubStage(StrEnum):
     """Measuring what work costs, under a lease."""
 
 
+BURST_S = 0.008
+"""Short quanta of a pipeline are done several at a time, for so long: between two of them a worker looks for commands,
+chooses and keeps account, which takes 0.15 ms, 4 % of a decode step of a small model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a request are drawn.

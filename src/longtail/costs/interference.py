@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from longtail.core.types import SubStage
+from longtail.core.types import BURST_S, SubStage
 from longtail.costs.table import CostTable, TableKey
 
 Work = tuple[str, str]
@@ -120,7 +120,8 @@ def within_models(tables: Iterable[CostTable]) -> Interference:
     """What cost tables know of work beside other work of the same model.
 
     They have quanta that took turns one by one, each after one of the other kind: that is what the first quantum after
-    other work takes. At a share of the worker's time, so many are first ones as the lengths of quanta allow.
+    other work takes. At a share of the worker's time, so many are first ones as the lengths of turns allow: of a
+    quantum, or of as many as make a burst.
     """
     same: dict[tuple[Work, Work], Shared] = {}
     neighbour: dict[tuple[Work, Work], float] = {}
@@ -129,9 +130,11 @@ def within_models(tables: Iterable[CostTable]) -> Interference:
         for a, beside in table.same_worker.items():
             for b, first in beside.items():
                 if a in CLASSES and b in CLASSES:
-                    lengths = _quantum_s(table, a) / _quantum_s(table, b)
+                    own_s = max(_quantum_s(table, a), BURST_S)
+                    lengths, each = own_s / max(_quantum_s(table, b), BURST_S), _quantum_s(table, a) / own_s
                     low, middle, high = (
-                        1.0 + max(0.0, first - 1.0) * min(1.0, lengths * (1.0 - share) / share) for share in SHARES
+                        1.0 + max(0.0, first - 1.0) * each * min(1.0, lengths * (1.0 - share) / share)
+                        for share in SHARES
                     )
                     same[(model, a), (model, b)] = (low, middle, high)
         for a, beside in table.neighbour_worker.items():

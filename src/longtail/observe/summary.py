@@ -26,7 +26,7 @@ from longtail.observe.text import about, duration, number, percent, reward, shor
 from longtail.observe.views import PipelineView, StepRecord
 
 POSSIBLE = 1.05
-"""What steps would take alone, over the busy seconds of their work: more is a cost table gone wrong."""
+"""What steps would take alone, over the seconds of their work and rewards: more is a cost table gone wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class RunSummary:
     """``reason`` is None if the run was killed (or still runs). ``idle`` is each worker's idle share, 0 to 1.
     ``together``: the throughput of all pipelines over that of taking turns, each with all workers to itself; None with
     one pipeline, unless it is known of every step what it would have taken, and where that cannot be true: with all
-    workers to itself no step takes longer than its work does one piece after the other."""
+    workers to itself no step takes longer than its work does one piece after the other, and its rewards."""
 
     run: str
     reason: str | None
@@ -146,7 +146,8 @@ def _together(pipelines: list[PipelineView]) -> float | None:
     if not all(math.isfinite(r.alone_s) and math.isfinite(r.time_s) for r in records):
         return None
     for p in pipelines:
-        if 0 < POSSIBLE * p.time.own_s < sum(r.alone_s for r in p.done.values()):
+        longest_s = p.time.own_s + sum(r.score_s for r in p.done.values() if math.isfinite(r.score_s))
+        if p.time.own_s > 0 and sum(r.alone_s for r in p.done.values()) > POSSIBLE * longest_s:
             return None
     wall_s = _lasted_s(records)
     return sum(r.alone_s for r in records) / wall_s if wall_s > 0 else None

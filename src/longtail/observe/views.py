@@ -27,12 +27,13 @@ QUIET_S = 3.0
 
 class StepRecord(NamedTuple):
     """What is kept of a finished step: NaN where its metrics lacked the value. ``alone_s``: what it was predicted to
-    take with all workers to itself; ``ended``: Unix seconds."""
+    take with all workers to itself; ``score_s``: for how long it waited for rewards; ``ended``: Unix seconds."""
 
     reward: float
     time_s: float
     tokens: float
     alone_s: float
+    score_s: float
     ended: float
 
 
@@ -206,9 +207,9 @@ class PipelineView:
         if not self.under_way:
             self.time.end(event.t)
         self._show_newest()
-        kept = ("reward_mean", "time_s", "tokens", "alone_s")
-        reward, time_s, tokens, alone_s = (metrics.get(name, math.nan) for name in kept)
-        self.done[number] = StepRecord(reward, time_s, tokens, alone_s, ended=event.t)
+        kept = ("reward_mean", "time_s", "tokens", "alone_s", "score_s")
+        reward, time_s, tokens, alone_s, score_s = (metrics.get(name, math.nan) for name in kept)
+        self.done[number] = StepRecord(reward, time_s, tokens, alone_s, score_s, ended=event.t)
         sequences = metrics.get("sequences")
         if sequences is not None and math.isfinite(sequences):
             self._per_step = round(sequences)

@@ -7,6 +7,7 @@ more than ``micro_tokens`` tokens unless it holds a single sample; the plan is a
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,10 @@ ATTENTION_SCALE = 4096
 PIECES = 4
 """Micro-batches per worker beyond which a step is not cut finer for the sake of handing them out evenly."""
 USUAL_PIECES = 3
-"""Micro-batches per worker of the plans that are made for steps of usual lengths."""
+"""A usual micro-batch has this part of a worker's share of a step."""
+MOST_TAPERED = 100_000
+"""Parts of groups times workers, beyond which the last micro-batches of a step are as large as the others: the plan is
+made between two steps, by a controller that others wait for."""
 LEAST_TOKENS = 128
 """Tokens of a micro-batch below which a step is not cut finer than one per worker: small matrix products are slow."""
 OVERHEAD = 50
@@ -55,8 +59,8 @@ def plan_micro_batches(groups: Sequence[TrainGroup], *, workers: int, micro_toke
 
     Finer ones even out workers of different speeds, but each costs something of its own, and each part of a group that
     is split computes the prompt again. So they are all of a size, or the last ones are small (factoring; Hummel,
-    Schonberg and Flynn, 1992), which costs less for as even an end. Of plans of up to about ``PIECES`` micro-batches
-    for each worker it is the one that ends first at the latest, if nobody waits while there is work.
+    Schonberg and Flynn, 1992), which costs less for as even an end. Of plans that begin with at most a ``PIECES``-th of
+    a worker's share it is the one that ends first at the latest, if nobody waits while there is work.
     """
     if workers < 1 or micro_tokens < 1:
         raise ValueError(f"workers and micro_tokens must be positive, got {workers} and {micro_tokens}")
@@ -68,7 +72,7 @@ def plan_micro_batches(groups: Sequence[TrainGroup], *, workers: int, micro_toke
         room = min(micro_tokens, max(least, -(-total // (workers * pieces))))
         finer = [part for g in groups for part in _split(g, min(micro_tokens, len(g.prompt) + room))]
         plans += [_join_small(_pack(parts, room), least, micro_tokens) for parts in (whole, finer)]
-    if workers > 1:
+    if workers > 1 and len(whole) * workers <= MOST_TAPERED:
         least = min(LEAST_TOKENS, micro_tokens)
         plans += [
             _join_small(_tapered(whole, total, workers * pieces, workers, least, micro_tokens), least, micro_tokens)
@@ -110,14 +114,14 @@ def _latest_end(costs: Iterable[float], workers: int) -> float:
 def _split(group: TrainGroup, budget: int) -> list[TrainGroup]:
     """Parts of at most ``budget`` tokens with the prompt, or of a single sample; samples without tokens are dropped."""
     longest_first = sorted((s for s in group.samples if len(s.tokens)), key=lambda s: -len(s.tokens))
-    bins = _first_fit([len(s.tokens) for s in longest_first], budget - len(group.prompt))
+    bins = _best_fit([len(s.tokens) for s in longest_first], budget - len(group.prompt))
     return [TrainGroup(prompt=group.prompt, samples=tuple(longest_first[i] for i in b)) for b in bins]
 
 
 def _pack(parts: list[TrainGroup], budget: int) -> list[MicroBatch]:
-    """First-fit decreasing; parts of more than ``budget`` tokens stand alone."""
+    """Best-fit decreasing; parts of more than ``budget`` tokens stand alone."""
     largest_first = sorted(parts, key=lambda p: -p.tokens)
-    bins = _first_fit([p.tokens for p in largest_first], budget)
+    bins = _best_fit([p.tokens for p in largest_first], budget)
     return [MicroBatch(tuple(largest_first[i] for i in b)) for b in bins]
 
 
@@ -126,8 +130,13 @@ def _tapered(
 ) -> list[MicroBatch]:
     """Rounds of one for each of ``workers``, each of a ``parts``-th of the tokens that are left of ``total``; from
     ``least`` to ``most`` tokens each."""
-    left = sorted(groups, key=lambda g: -g.tokens)
+    left = sorted(((g.tokens, g) for g in groups), key=_tokens, reverse=True)
     batches: list[MicroBatch] = []
+    bulk = 0
+    while bulk < len(left) and total > parts * most:  # all rounds of which would have ``most``
+        total -= left[bulk][0]
+        bulk += 1
+    batches, left = _pack([group for _, group in left[:bulk]], most), left[bulk:]
     while left:
         room = min(most, max(least, -(-total // parts)))
         for _ in range(workers):
@@ -137,28 +146,41 @@ def _tapered(
     return batches
 
 
-def _take(left: list[TrainGroup], room: int) -> MicroBatch:
+_Sized = tuple[int, TrainGroup]
+"""A group and its tokens."""
+
+
+def _tokens(sized: _Sized) -> int:
+    return sized[0]
+
+
+def _take(left: list[_Sized], room: int) -> MicroBatch:
     """Remove about ``room`` tokens from ``left``, largest group first: whole groups that fit, and a part of one where
     otherwise more than half would stay free; the longest sample where nothing fits."""
     taken: list[TrainGroup] = []
+    rests: list[TrainGroup] = []
     free, i = room, 0
-    while i < len(left):
-        group = left[i]
-        if group.tokens <= free:
-            taken.append(left.pop(i))
-            free -= group.tokens
-            continue
-        if 2 * free > room and (cut := _cut(group, free)) is not None:
+    while i < len(left) and (free >= left[-1][0] or 2 * free > room):
+        tokens, group = left[i]
+        if tokens <= free:
+            taken.append(group)
+            free -= tokens
+            del left[i]
+        elif 2 * free > room and (cut := _cut(group, free)) is not None:
             taken.append(cut[0])
+            rests.append(cut[1])
             free -= cut[0].tokens
-            left[i] = cut[1]
-        i += 1
+            del left[i]
+        else:
+            i += 1
     if not taken:
-        longest, rest = max((_apart(group, [0]) for group in left), key=lambda cut: cut[0].tokens)
-        i = next(i for i, group in enumerate(left) if group.samples[0] is longest.samples[0])
+        i = max(range(len(left)), key=lambda i: len(left[i][1].samples[0].tokens) + len(left[i][1].prompt))
+        longest, rest = _apart(left.pop(i)[1], [0])
         taken.append(longest)
-        left[i : i + 1] = [rest] if rest.samples else []
-    left.sort(key=lambda g: -g.tokens)
+        rests += [rest] if rest.samples else []
+    if rests:
+        left += [(rest.tokens, rest) for rest in rests]
+        left.sort(key=_tokens, reverse=True)
     return MicroBatch(tuple(taken))
 
 
@@ -197,15 +219,18 @@ def _join_small(batches: list[MicroBatch], least: int, most: int) -> list[MicroB
     return [batch for _, _, batch in sorted(heap, key=lambda entry: entry[1])]
 
 
-def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Indices of ``sizes`` in bins of ``room``, each in the first bin where it fits; too large ones stand alone."""
+def _best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Indices of ``sizes`` in bins of ``room``, each in the fullest bin where it fits; too large ones stand alone."""
     bins: list[list[int]] = []
-    free: list[int] = []
+    free: list[tuple[int, int]] = []  # of each bin that has room left: how much, and which it is
     for i, size in enumerate(sizes):
-        b = next((b for b, left in enumerate(free) if size <= left), len(bins))
-        if b == len(bins):
+        at = bisect_left(free, (size, 0))
+        if at < len(free):
+            left, b = free.pop(at)
+        else:
+            left, b = room, len(bins)
             bins.append([])
-            free.append(room)
         bins[b].append(i)
-        free[b] -= size
+        if left > size:
+            insort(free, (left - size, b))
     return bins

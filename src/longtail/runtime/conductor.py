@@ -95,9 +95,10 @@ class Conductor:
             side_by_side = self._clock.time() - event.metrics["time_s"] >= self._shared_since
             # Where nothing was foretold, what is known of errors fades: some day predictions are tried again. Turns
             # make single steps long or short as they happen to fall.
-            error = abs(math.log(predicted * slowdown)) if predicted and slowdown and side_by_side else 0.0
+            error = abs(math.log(predicted * slowdown)) if predicted and slowdown and side_by_side else None
             before = self._errors.get(event.pipeline, error)
-            self._errors[event.pipeline] = ERROR_MEMORY * before + (1.0 - ERROR_MEMORY) * error
+            if before is not None:
+                self._errors[event.pipeline] = ERROR_MEMORY * before + (1.0 - ERROR_MEMORY) * (error or 0.0)
 
     def turn(self) -> None:
         """Decide, if something has changed or it is time to look at the rollouts again."""

@@ -137,7 +137,9 @@ class Standing:
             may_widen=self._widen.widens,
             stale_steps=schedule.staleness,
             micro_tokens=usual_tokens(
-                typical.train_tokens, workers=self._workers, micro_tokens=config.train.micro_tokens
+                typical.train_tokens // config.algorithm.iterations,
+                workers=self._workers,
+                micro_tokens=config.train.micro_tokens,
             ),
         )
 

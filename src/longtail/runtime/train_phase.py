@@ -27,22 +27,24 @@ from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.step import totals
 
 AHEAD = 2
-"""Micro-batches that a worker with nothing else to do has at a time, so that it need not wait for the next one."""
+"""Micro-batches that a worker has at a time, so that it need not wait for the next one, as long as there are many."""
+MANY, MANY_SHARED = 1, 3
+"""Micro-batches that are left, for each worker, that are many: for one with nothing else to do, and for others."""
 
 
 class Deal:
     """One pass over ``batches``, costliest first, by ``workers`` workers. ``stats`` are those reported, by number.
 
-    A worker has one at a time, so that nobody sits on what another could do; and another in advance if it turns out to
-    have no other work (:data:`AHEAD`), unless fewer are left than there are workers to do them. The only worker there
-    is gets all at once.
+    A worker has the next one in advance (:data:`AHEAD`) as long as many are left (:data:`MANY`), so that nobody sits on
+    what another could do: one with other work may take long for it. The only worker there is gets all at once.
     """
 
     def __init__(self, batches: Sequence[MicroBatch], workers: int) -> None:
         self._batches = batches
         self._next = 0
         self._held: list[set[int]] = [set() for _ in range(workers)]
-        self._room = [1 if workers > 1 else len(batches)] * workers
+        self._ahead = AHEAD if workers > 1 else len(batches)
+        self._many = [MANY_SHARED] * workers
         self._hurried: set[int] = set()
         self.stats: dict[int, MicroStats] = {}
 
@@ -50,19 +52,25 @@ class Deal:
         """The numbers that workers get now; those that are ``away`` from training get none."""
         given: dict[int, list[int]] = {}
         here = [worker for worker in range(len(self._held)) if worker not in away]
-        for _ in range(max(self._room)):
+        for _ in range(self._ahead):
             for worker in here:
-                left = len(self._batches) - self._next
-                room = self._room[worker] if left >= len(here) else 1
+                left = self.left
+                room = self._ahead if len(self._held) == 1 or left >= self._many[worker] * len(here) else 1
                 if left and len(self._held[worker]) < room:
                     given.setdefault(worker, []).append(self._next)
                     self._held[worker].add(self._next)
                     self._next += 1
         return given
 
+    @property
+    def left(self) -> int:
+        """Micro-batches that nobody has yet."""
+        return len(self._batches) - self._next
+
     def hurry(self, away: Collection[int] = ()) -> list[int]:
-        """The workers that others wait for from now on: those have nothing left, and there is nothing to hand out."""
-        if self._next < len(self._batches):
+        """The workers that are waited for from now on: one has nothing left, and there is nothing to hand out. But not
+        where each had just one: that is no tail."""
+        if self.left or len(self._batches) <= len(self._held):
             return []
         here = [worker for worker in range(len(self._held)) if worker not in away]
         if all(self._held[worker] for worker in here):
@@ -77,8 +85,7 @@ class Deal:
         if number not in self._held[worker]:
             raise RuntimeError(f"worker {worker} reports micro-batch {number}, which it was not given or has reported")
         self._held[worker].remove(number)
-        if len(self._held) > 1:
-            self._room[worker] = 1 if shared else AHEAD
+        self._many[worker] = MANY_SHARED if shared else MANY
         self.stats[number] = stats
 
     @property
@@ -163,13 +170,15 @@ class TrainPhase:
 
     def hand_out(self) -> None:
         """Give the workers that are on their own what they have room for."""
-        for worker, numbers in self._deal.hand_out(self._leases.grouped).items():
+        handed_out = self._deal.hand_out(self._leases.grouped)
+        for worker, numbers in handed_out.items():
             command = TrainBatches(
                 pipeline=self._plan.name,
                 attempt=self._attempt,
                 step=self._step,
                 batches=tuple((number, self._batches[number]) for number in numbers),
                 totals=self._totals,
+                more=self._deal.left > 0,
             )
             self._send(worker, command)
         for worker in self._deal.hurry(self._leases.grouped):
