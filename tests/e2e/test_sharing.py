@@ -310,7 +310,7 @@ def test_what_a_shared_run_tells_is_documented_and_makes_a_report(tmp_path, monk
         for told in outcome.record.steps(name).values():
             assert told.keys() <= metrics
             assert {"alone_s", "slowdown", "wait_s"} <= told.keys()
-            assert told["slowdown"] == pytest.approx(told["time_s"] / told["alone_s"])
+            assert told["slowdown"] == pytest.approx(told["time_s"] / told["alone_s"], rel=0.01)
     made = {e.move for e in outcome.record.events if isinstance(e, MoveMade)}
     assert made <= {EVERY_STEP, *KINDS}
     plans = [e for e in outcome.record.events if isinstance(e, Planned)]

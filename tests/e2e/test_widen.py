@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from pathlib import Path
@@ -101,9 +102,9 @@ def test_merging_in_mid_rollout_learns_the_same(tmp_path, narrow, monkeypatch, t
     """Workers pause before each step, so that the controller, which hears of each, keeps up with them."""
     sample = Tenant._sample
 
-    def slowly(tenant, steps):
+    def slowly(tenant, steps, within_s=math.inf):
         time.sleep(0.005)
-        return sample(tenant, steps)
+        return sample(tenant, steps if within_s == math.inf else 1)
 
     monkeypatch.setattr(Tenant, "_sample", slowly)
     merged = run(tmp_path, tp=f"threshold:{threshold}", workers=2)
