@@ -55,17 +55,20 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a run came to. ``seconds``: of the window that is measured. ``steps_s``: of each pipeline, the seconds of
-    each step. ``busy``: share of the workers' time, while every pipeline had work, in which they worked. ``learned``:
-    a digest of each pipeline's losses, rewards and final weights."""
+    each step. ``busy``: share of the workers' time, while every pipeline had work, in which they worked;
+    ``busy_later``: once each has done a step, before which nothing is known of it. ``learned``: a digest of each pipeline's losses, rewards and final weights. ``train_token_s``: of each pipeline, busy seconds of
+    training per token: the same work in every arm, so it says how fast the machine was."""
 
     seconds: float
     steps_s: dict[str, list[float]]
     busy: float
+    busy_later: float
     learned: dict[str, str]
     moves: dict[str, dict[str, int]]
     metrics: dict[str, list[dict[str, float]]]
     planned: list[Any]
     mean_rewards: dict[str, float]
+    train_token_s: dict[str, float]
 
 
 def run(
@@ -130,17 +133,28 @@ def outcome(jobs: Sequence[Job], run_folder: Path, workers: int) -> Outcome:
     end = max(steps[-1].t for steps in ends.values())
     first_over = min(steps[-1].t for steps in ends.values())
     spans = [e for e in events if e.kind == "span"]
-    busy = sum(s.busy_s * overlap(s, begin, first_over) for s in spans) / (workers * (first_over - begin))
+    known = max(steps[0].t for steps in ends.values())
     return Outcome(
         seconds=end - begin,
         steps_s={name: [min(s.metrics["time_s"], s.t - begin) for s in steps] for name, steps in ends.items()},
-        busy=busy,
+        busy=busy(spans, begin, first_over, workers),
+        busy_later=busy(spans, known, first_over, workers),
         learned={job.name: digest(job, run_folder, ends[job.name]) for job in jobs},
         moves={job.name: count_moves(events, job.name) for job in jobs},
         metrics={name: [s.metrics for s in steps] for name, steps in ends.items()},
         planned=[e for e in events if e.kind == "planned"],
         mean_rewards={name: sum(s.metrics["reward_mean"] for s in steps) / len(steps) for name, steps in ends.items()},
+        train_token_s={job.name: train_token_s(spans, job.name) for job in jobs},
     )
+
+
+def busy(spans: Sequence[Any], begin: float, end: float, workers: int) -> float:
+    return sum(s.busy_s * overlap(s, begin, end) for s in spans) / (workers * max(end - begin, 1e-9))
+
+
+def train_token_s(spans: Sequence[Any], pipeline: str) -> float:
+    own = [s for s in spans if s.pipeline == pipeline and s.substage == "train"]
+    return sum(s.busy_s for s in own) / sum(s.tokens for s in own)
 
 
 def overlap(span: Any, begin: float, end: float) -> float:
