@@ -56,8 +56,9 @@ class Job:
 class Outcome:
     """What a run came to. ``seconds``: of the window that is measured. ``steps_s``: of each pipeline, the seconds of
     each step. ``busy``: share of the workers' time, while every pipeline had work, in which they worked;
-    ``busy_later``: once each has done a step, before which nothing is known of it. ``learned``: a digest of each pipeline's losses, rewards and final weights. ``train_token_s``: of each pipeline, busy seconds of
-    training per token: the same work in every arm, so it says how fast the machine was."""
+    ``busy_later``: once each has done a step, before which nothing is known of it. ``learned``: a digest of each
+    pipeline's losses, rewards and final weights. ``train_token_s``: of each pipeline, busy seconds of training per
+    token: the same work in every arm, so it says how fast the machine was."""
 
     seconds: float
     steps_s: dict[str, list[float]]
