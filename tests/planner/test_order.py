@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longtail.costs.decode import DecodeCosts
@@ -21,6 +22,10 @@ def known(lengths: list[list[int]], prompt_tokens: int = 5) -> Work:
     """Requests by the lengths of their samples."""
     samples = np.array([len(row) for row in lengths])
     return Work.known(samples, np.full(len(lengths), prompt_tokens), np.array([n for row in lengths for n in row]))
+
+
+def as_fast(factor: float) -> DecodeCosts:
+    return DecodeCosts(**{name: factor * value for name, value in asdict(COSTS).items()})
 
 
 def predicted(work: Work, placement: Placement, costs: list[DecodeCosts], slots: int) -> float:
@@ -115,8 +120,10 @@ def test_dispatch_hands_out_every_request_exactly_once_whoever_ends_first(length
 
 @settings(deadline=None)
 @given(lengths=groups, workers=st.integers(1, 4), slots=st.integers(1, 5))
+@example(lengths=[[1, 1], [1], [1], [1], [1, 2]], workers=2, slots=1)
 def test_the_predicted_makespan_is_that_of_decoding_step_by_step(lengths, workers, slots):
-    work, costs = known(lengths), [COSTS] * workers
+    # Different speeds: of two ends at the same moment, rounding would decide which comes first.
+    work, costs = known(lengths), [as_fast(1.0 + 0.0137 * worker) for worker in range(workers)]
     placement = place(work, costs=costs, slots=slots)
     assert placement.makespan_s == pytest.approx(step_by_step(work, placement, costs, slots), rel=1e-9)
     first_come = fifo(len(lengths), workers)

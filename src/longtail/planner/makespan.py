@@ -107,7 +107,6 @@ def makespan_s(
             else:
                 held[w] -= 1
                 last = max(last, now_s)
-            if begin[w] == NOBODY:
                 _bind(w, late, first, expected, queue, bounds, head, left, after, begin, end, held, slots + ahead)
         if running[w]:
             steps, n = ends[heaps[w, 0]] - step[w], running[w]
