@@ -35,8 +35,9 @@ MANY, MANY_SHARED = 1, 3
 class Deal:
     """One pass over ``batches``, costliest first, by ``workers`` workers. ``stats`` are those reported, by number.
 
-    A worker has the next one in advance (:data:`AHEAD`) as long as many are left (:data:`MANY`), so that nobody sits on
-    what another could do: one with other work may take long for it. The only worker there is gets all at once.
+    A worker has the next one in advance (:data:`AHEAD`) as long as many are left (:data:`MANY`). Towards the end it has
+    one at a time, so that nobody sits on what another could do: one with other work may take long for it. The only
+    worker there is gets all at once.
     """
 
     def __init__(self, batches: Sequence[MicroBatch], workers: int) -> None:
