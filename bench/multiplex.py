@@ -260,10 +260,12 @@ def targets_of(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         found = {name: case["arms"]["all"] for name, case in results.items()}
         return {name: (arm["paced"] if paced else arm)[ratio] for name, arm in found.items()}
 
+    def least(values: Mapping[str, float]) -> tuple[str, float]:
+        name = min(values, key=lambda n: values[n])
+        return name, values[name]
+
     for paced, pace in ((False, ""), (True, ", at the same pace")):
-        values = of("over_bound", paced=paced)
-        worst = min(values, key=lambda n: values[n])
-        value = values[worst]
+        worst, value = least(of("over_bound", paced=paced))
         yield common.target(
             f"all four moves over the bound, worst case ({worst}){pace}", value, ">= 0.92", value >= 0.92
         )
@@ -274,9 +276,7 @@ def targets_of(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             value = of("over_serial", paced=paced)[CASES[0].name]
             yield common.target(f"all four moves over serial, heaviest tail{pace}", value, ">= 1.35", value >= 1.35)
         for ratio, words in (("over_serial", "serial"), ("over_best_serial", "the best serial")):
-            values = of(ratio, paced=paced)
-            worst = min(values, key=lambda n: values[n])
-            value = values[worst]
+            worst, value = least(of(ratio, paced=paced))
             yield common.target(f"all four moves over {words}, worst case ({worst}){pace}", value, ">= 1", value >= 1)
     slowdowns = {
         f"{name}, {p}": s / (MAX_SLOWDOWN + len(case["alone"]) - 2)
@@ -285,9 +285,8 @@ def targets_of(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     worst = max(slowdowns, key=lambda n: slowdowns[n])
     yield common.target(f"slowdown over max_slowdown, worst ({worst})", slowdowns[worst], "<= 1", slowdowns[worst] <= 1)
     for key, when in (("busy", ""), ("busy_later", ", once each has done a step")):
-        busy = {name: case["arms"]["all"][key] for name, case in results.items()}
-        worst = min(busy, key=lambda n: busy[n])
-        name, value = f"workers busy while there is work for all{when}, worst ({worst})", busy[worst]
+        worst, value = least({name: case["arms"]["all"][key] for name, case in results.items()})
+        name = f"workers busy while there is work for all{when}, worst ({worst})"
         yield common.target(name, value, ">= 0.95", value >= 0.95)
     made = [moves for case in results.values() for run in case["alone"].values() for moves in run["moves"].values()]
     merged = sum(moves.get("merge", 0) + moves.get("place", 0) for moves in made)
