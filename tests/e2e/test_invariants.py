@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from e2e.harness import Outcome, run_inline, small_pipeline
-from longtail.core.events import StageEntered, StepEnded, WorkerLost
+from longtail.core.errors import CheckpointError
+from longtail.core.events import Note, StageEntered, StepEnded, WorkerLost
 from longtail.engine.models import resolve_model
+from longtail.rl import checkpoint
 
 ROUNDING = 1e-8
 """Other micro-batches round otherwise, and gradients are rounded to a grid (``rl/exact.py``), at a learning rate of
@@ -219,6 +221,32 @@ def test_a_checkpoint_that_cannot_be_written_is_loud_and_only_fatal_at_the_end(t
     assert driver.step == 3
     assert driver.stage == "failed"
     assert any("Training goes on" in note for note in outcome.record.notes())
+
+
+def test_what_there_is_of_a_checkpoint_on_a_full_disk_makes_room_for_the_next(tmp_path, monkeypatch):
+    write, seen = checkpoint.write_optimizer_shard, []
+
+    def full_at_first(folder, trainer):
+        seen.append([p.name for p in folder.parent.glob(".step-*")])
+        if len(seen) > 1:
+            return write(folder, trainer)
+        (folder / "optimizer-0-of-1.safetensors").write_bytes(b"a part")
+        raise CheckpointError(f"cannot write {folder}: No space left on device")
+
+    left = []
+
+    def look(event, cluster, controller):
+        if isinstance(event, Note) and "Training goes on" in event.message:
+            assert "No space left on device. Training" in event.message
+            left.extend((tmp_path / "a").iterdir())
+
+    monkeypatch.setattr(checkpoint, "write_optimizer_shard", full_at_first)
+    job = small_pipeline(steps=2, checkpoint__every=1)
+    outcome = run_inline({"a": job}, tmp_path, on_event=look)
+    assert outcome.controller.drivers["a"].stage == "finished"
+    assert len(seen) == 2
+    assert left == []
+    assert checkpoint.latest(tmp_path / "a").step == 2
 
 
 def test_damaged_checkpoints_are_never_silently_replaced_by_a_fresh_start(tmp_path):

@@ -105,6 +105,11 @@ def publish(folder: Path, state: dict[str, Any], *, keep: int) -> Path:
     return target
 
 
+def discard(folder: Path) -> None:
+    """Remove what there is of an unfinished checkpoint. A worker that still writes to it gets an error of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def latest(root: Path) -> Found:
     """The newest complete checkpoint under ``root``, which need not exist."""
     skipped: list[str] = []

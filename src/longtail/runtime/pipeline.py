@@ -388,7 +388,7 @@ class PipelineDriver:
         if self._ending:
             self.fail(f"{self.name}: the checkpoint of step {self.step} could not be written: {error}")
         else:
-            self._note("error", f"{self.name}: no checkpoint at step {self.step}: {error} Training goes on.")
+            self._note("error", f"{self.name}: no checkpoint at step {self.step}: {error}. Training goes on.")
 
     # -- small things -----------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class Saver:
     def part_written(self, report: Saved, state: Callable[[int], dict[str, Any]]) -> Published | None:
         """Count a worker's part; publishes with the last one. ``state(step)`` is what the controller stores.
 
-        Raises :class:`CheckpointError`, leaving the earlier checkpoints as they are.
+        Raises :class:`CheckpointError`, leaving the earlier checkpoints as they are; then :meth:`give_up`.
         """
         now = self._now
         if now is None or report.step != now.step:
@@ -78,11 +78,13 @@ class Saver:
         now.bytes += report.bytes
         if now.waiting:
             return None
-        self._now = None
         path = checkpoint.publish(now.folder, state(now.step), keep=self._keep)
+        self._now = None
         self.last_step, self.last_path = now.step, path
         return Published(now.step, path, now.bytes, self._clock.time() - now.started)
 
     def give_up(self) -> None:
-        """A worker could not write its part."""
+        """The checkpoint in the making cannot be had; on a full disk, what there is of it is in others' way."""
+        if self._now is not None:
+            checkpoint.discard(self._now.folder)
         self._now = None
