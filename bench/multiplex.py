@@ -18,10 +18,10 @@ Each pipeline also runs alone (with widening), for its slowdown. Throughput is s
 all pipelines are loaded to the end of the last one. The bound is the least worker-seconds of the same work by the
 measured cost table, with the samples of each step decoded together and no worker idle, over the number of workers.
 
-A machine whose speed changes from minute to minute would decide such a comparison, so each arm's time is also given at
-the same pace: divided by what its training took per token, over the median of the case's runs; the bound by what the
-table says of that. What was learned (losses, rewards, final weights) must be the same bits in every arm: the bench
-fails if not.
+A machine whose speed changes from minute to minute would decide such a comparison. So serial, stages and all four moves
+are run several times, in turn, and medians compared; and each time is also given at the same pace: divided by what
+training took per token in that run, over the median of the case's runs; the bound by what the table says of that.
+What was learned (losses, rewards, final weights) must be the same bits in every arm: the bench fails if not.
 """
 
 from __future__ import annotations
@@ -145,28 +145,37 @@ class Bench:
         print(f"profiles: {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def measure_case(bench: Bench, case: Case) -> dict[str, Any]:
+def measure_case(bench: Bench, case: Case, rounds: int) -> dict[str, Any]:
     jobs = case.jobs()
     print(f"\n{case.name}", flush=True)
     alone = {job.name: bench.alone(job) for job in jobs}
-    arms = {
-        "serial": bench.run("  serial", jobs, SERIAL, 1),
-        "serial tp2": bench.run("  serial tp2", jobs, SERIAL, 2),
+    arms: dict[str, tuple[Mapping[str, Any], Any]] = {"serial": (SERIAL, 1), "serial tp2": (SERIAL, 2)}
+    runs = {name: [bench.run(f"  {name}", jobs, policy, tp)] for name, (policy, tp) in arms.items()}
+    best_serial = min(runs, key=lambda name: runs[name][0].seconds)
+    best_tp = arms[best_serial][1]
+    others: dict[str, tuple[Mapping[str, Any], Any]] = {
+        "stages": (STAGES, best_tp),
+        "greedy": (GREEDY, "auto"),
+        "look-ahead": (LOOKAHEAD, "auto"),
+        "all": (ALL, "auto"),
     }
-    best_tp = 1 if arms["serial"].seconds <= arms["serial tp2"].seconds else 2
-    arms |= {
-        "stages": bench.run(f"  stages (tp {best_tp})", jobs, STAGES, best_tp),
-        "greedy": bench.run("  greedy", jobs, GREEDY, "auto"),
-        "look-ahead": bench.run("  look-ahead, without widening", jobs, LOOKAHEAD, "auto"),
-        "all": bench.run("  all four moves", jobs, ALL, "auto"),
-    }
-    check_learned(case, {**arms, **{f"{name} alone": done for name, done in alone.items()}})
+    runs |= {name: [bench.run(f"  {name}", jobs, policy, tp)] for name, (policy, tp) in others.items()}
+    # Those that are compared, again, in the other order each time.
+    arms |= others
+    again = [name for name in arms if name in {"serial", best_serial, "stages", "all"}]
+    for number in range(2, rounds + 1):
+        again.reverse()
+        for name in again:
+            runs[name].append(bench.run(f"  {name}, round {number}", jobs, *arms[name]))
+    check_learned(case, {**runs, **{f"{name} alone": [done] for name, done in alone.items()}})
     update_s = {name: statistics.mean(m["update_s"] for m in done.metrics[name]) for name, done in alone.items()}
     bound = multiplex_bound.least_s(jobs, bench.costs, update_s, WORKERS)
     samples = sum(job.samples for job in jobs)
-    usual = usual_train_token_s([*arms.values(), *alone.values()])
-    pace = {name: pace_of(done.train_token_s, usual) for name, done in arms.items()}
-    paced = {name: done.seconds / pace[name] for name, done in arms.items()}
+    usual = usual_train_token_s([*(done for found in runs.values() for done in found), *alone.values()])
+    pace = {name: [pace_of(done.train_token_s, usual) for done in found] for name, found in runs.items()}
+    paced_runs = {name: [r.seconds / p for r, p in zip(runs[name], pace[name], strict=True)] for name in runs}
+    seconds = {name: statistics.median(done.seconds for done in found) for name, found in runs.items()}
+    paced = {name: statistics.median(found) for name, found in paced_runs.items()}
     tables = {job.name: multiplex_bound.table_of(job.model, bench.costs).train_token_s for job in jobs}
     paced_bound = bound / pace_of(tables, usual)
     return {
@@ -174,26 +183,32 @@ def measure_case(bench: Bench, case: Case) -> dict[str, Any]:
         "bound_s": round(bound, 2),
         "paced_bound_s": round(paced_bound, 2),
         "best_static_tp": best_tp,
-        "alone": {name: figures(done, None) for name, done in alone.items()},
+        "alone": {name: figures([done], None) for name, done in alone.items()},
         "arms": {
             name: {
-                **figures(done, alone),
-                "samples_per_s": round(samples / done.seconds, 3),
-                "over_bound": round(bound / done.seconds, 4),
-                "over_serial": round(arms["serial"].seconds / done.seconds, 4),
-                "over_best_serial": round(min(arms["serial"].seconds, arms["serial tp2"].seconds) / done.seconds, 4),
-                "over_stages": round(arms["stages"].seconds / done.seconds, 4),
-                "pace": round(pace[name], 4),
+                **figures(found, alone),
+                "runs_s": [round(done.seconds, 2) for done in found],
+                "samples_per_s": round(samples / seconds[name], 3),
+                **ratios(name, seconds, bound),
+                "pace": [round(p, 4) for p in pace[name]],
                 "paced": {
                     "seconds": round(paced[name], 2),
-                    "over_bound": round(paced_bound / paced[name], 4),
-                    "over_serial": round(paced["serial"] / paced[name], 4),
-                    "over_best_serial": round(min(paced["serial"], paced["serial tp2"]) / paced[name], 4),
-                    "over_stages": round(paced["stages"] / paced[name], 4),
+                    "runs_s": [round(s, 2) for s in paced_runs[name]],
+                    **ratios(name, paced, paced_bound),
                 },
             }
-            for name, done in arms.items()
+            for name, found in runs.items()
         },
+    }
+
+
+def ratios(arm: str, seconds: Mapping[str, float], bound_s: float) -> dict[str, float]:
+    """How many times the throughput of others, of all ``seconds`` by arm."""
+    return {
+        "over_bound": round(bound_s / seconds[arm], 4),
+        "over_serial": round(seconds["serial"] / seconds[arm], 4),
+        "over_best_serial": round(min(seconds["serial"], seconds["serial tp2"]) / seconds[arm], 4),
+        "over_stages": round(seconds["stages"] / seconds[arm], 4),
     }
 
 
@@ -208,26 +223,31 @@ def pace_of(train_token_s: Mapping[str, float], usual: Mapping[str, float]) -> f
     return statistics.fmean(seconds / usual[name] for name, seconds in train_token_s.items())
 
 
-def check_learned(case: Case, runs: Mapping[str, Outcome]) -> None:
-    """Raises ``RuntimeError`` if an arm learned something else than another."""
-    for name in {name for done in runs.values() for name in done.learned}:
-        digests = {arm: done.learned[name] for arm, done in runs.items() if name in done.learned}
+def check_learned(case: Case, runs: Mapping[str, Sequence[Outcome]]) -> None:
+    """Raises ``RuntimeError`` if an arm learned something else than another, or than in another round."""
+    for name in {name for found in runs.values() for done in found for name in done.learned}:
+        digests = {
+            f"{arm}, {i}": done.learned[name]
+            for arm, found in runs.items() for i, done in enumerate(found) if name in done.learned
+        }  # fmt: skip
         if len(set(digests.values())) > 1:
             raise RuntimeError(f"{case.name}: what {name} learned differs between arms: {digests}")
 
 
-def figures(done: Outcome, alone: Mapping[str, Outcome] | None) -> dict[str, Any]:
+def figures(runs: Sequence[Outcome], alone: Mapping[str, Outcome] | None) -> dict[str, Any]:
+    """Medians of ``runs``; moves and planning are those of the last."""
+    done = runs[-1]
+    step_s = {name: statistics.median(statistics.mean(r.steps_s[name]) for r in runs) for name in done.steps_s}
     found: dict[str, Any] = {
-        "seconds": round(done.seconds, 2),
-        "busy": round(done.busy, 4),
-        "busy_later": round(done.busy_later, 4),
-        "step_s": {name: round(statistics.mean(steps), 3) for name, steps in done.steps_s.items()},
+        "seconds": round(statistics.median(r.seconds for r in runs), 2),
+        "busy": round(statistics.median(r.busy for r in runs), 4),
+        "busy_later": round(statistics.median(r.busy_later for r in runs), 4),
+        "step_s": {name: round(seconds, 3) for name, seconds in step_s.items()},
         "moves": done.moves,
     }
     if alone is not None:
         found["slowdown"] = {
-            name: round(statistics.mean(steps) / statistics.mean(alone[name].steps_s[name]), 3)
-            for name, steps in done.steps_s.items()
+            name: round(seconds / statistics.mean(alone[name].steps_s[name]), 3) for name, seconds in step_s.items()
         }
     if done.planned:
         found["planning_ms"] = {
@@ -235,7 +255,7 @@ def figures(done: Outcome, alone: Mapping[str, Outcome] | None) -> dict[str, Any
             "max": round(1e3 * max(p.duration_s for p in done.planned), 2),
         }
         found["held"] = round(statistics.mean(p.mode == "hold" for p in done.planned), 3)
-    predicted = [abs(math.log(m["slowdown"] * p)) for m, p in predictions(done)]
+    predicted = [abs(math.log(m["slowdown"] * p)) for r in runs for m, p in predictions(r)]
     if predicted:
         found["prediction_error"] = round(statistics.median(predicted), 3)
     return found
@@ -336,7 +356,7 @@ def print_tables(results: Mapping[str, Any]) -> None:
             cells = [
                 name,
                 arm,
-                f"{found['pace']:.2f}",
+                ", ".join(f"{p:.2f}" for p in found["pace"]),
                 f"{found['busy']:.0%}",
                 f"{found['busy_later']:.0%}",
                 slow,
@@ -351,19 +371,20 @@ def print_tables(results: Mapping[str, Any]) -> None:
 def main() -> None:
     p = common.parser(__doc__ or "")
     p.add_argument("--cases", type=int, nargs="*", help="only these cases, by number from 0")
+    p.add_argument("--rounds", type=int, default=3, help="how often serial, stages and all four moves are run")
     args = p.parse_args()
-    load, began = os.getloadavg()[0], time.perf_counter()
+    load, began, rounds = os.getloadavg()[0], time.perf_counter(), 1 if args.quick else args.rounds
     with tempfile.TemporaryDirectory(prefix="longtail-multiplex-") as folder:
-        results = measure(Bench(Path(folder)), args)
+        results = measure(Bench(Path(folder)), args, rounds)
     print_tables(results)
     common.finish(
         "multiplex", quick=args.quick or bool(args.cases), seeds=[0, 1, 2], arms=results,
-        targets=list(targets_of(results)), group_size=GROUP, load_at_start=round(load, 2),
+        targets=list(targets_of(results)), group_size=GROUP, rounds=rounds, load_at_start=round(load, 2),
         seconds=round(time.perf_counter() - began),
     )  # fmt: skip
 
 
-def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
+def measure(bench: Bench, args: argparse.Namespace, rounds: int) -> dict[str, Any]:
     cases = [CASES[i] for i in args.cases] if args.cases else CASES[1:2] if args.quick else CASES
     if args.quick:
         cases = [Case(c.name, tuple(replace(s, steps=2) for s in c.specs)) for c in cases]
@@ -371,7 +392,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     bench.profile([*by_model.values()], coarse=args.quick)
     results = {}
     for case in cases:
-        results[case.name] = measure_case(bench, case)
+        results[case.name] = measure_case(bench, case, rounds)
         print(json.dumps({case.name: results[case.name]}), flush=True)  # so that a long run that is cut off leaves some
     return results
 

@@ -44,6 +44,11 @@ def test_quantiles_invert_the_survival_function(p, outlier):
     assert (1.0 - b.survives(t - 1) <= p + 0.012)[shorter].all()
 
 
+def test_many_levels_at_once_are_each_of_them():
+    b, levels = belief(), np.array([0.001, 0.2, 0.5, 0.999])
+    np.testing.assert_array_equal(b.quantiles(levels), [b.quantile(p) for p in levels])
+
+
 @pytest.mark.parametrize("outlier", [0.002, 0.2])
 def test_the_expectation_is_the_sum_of_the_survival_function(outlier):
     b = belief(outlier=outlier)

@@ -86,9 +86,15 @@ class Remaining:
 
         Raises :class:`BeliefError` for p outside [0.001, 0.999].
         """
-        if not LEAST_P <= p <= 1.0 - LEAST_P:
-            raise BeliefError(f"p is {p}; quantiles of remaining lengths are known from {LEAST_P} to {1.0 - LEAST_P}")
-        total = self.scores.length(self._root(np.float32(1.0 - p) * self._alive))
+        return self.quantiles(np.array([p]))[0]
+
+    def quantiles(self, levels: np.ndarray) -> np.ndarray:
+        """Int64 [L, n]: :meth:`quantile` at each of ``levels`` [L], in a tenth of the time for few sequences."""
+        for p in levels.tolist():
+            if not LEAST_P <= p <= 1.0 - LEAST_P:
+                known = f"quantiles of remaining lengths are known from {LEAST_P} to {1.0 - LEAST_P}"
+                raise BeliefError(f"p is {p}; {known}")
+        total = self.scores.length(self._root((1.0 - levels[:, None]).astype(np.float32) * self._alive))
         least = np.minimum(self.generated + 1, self.limits)
         return np.minimum(np.maximum(total.astype(np.int64), least), self.limits) - self.generated
 
@@ -121,14 +127,14 @@ class Remaining:
         return (1.0 - self.outlier) * normal.survival(self._cut) + self.outlier * self._population_tail
 
     def _tail(self, z: np.ndarray) -> np.ndarray:
-        """P(own z > ``z``) [n], not conditioned on being alive."""
+        """P(own z > ``z``) [..., n], not conditioned on being alive."""
         own = normal.survival((z - self.mean) / self.sd)
         own *= np.float32(1.0 - self.outlier)
         own += np.float32(self.outlier) * normal.survival(z)
         return own
 
     def _root(self, tail: np.ndarray) -> np.ndarray:
-        """The z [n] beyond which each sequence has probability ``tail`` [n].
+        """The z [..., n] beyond which each sequence has probability ``tail`` [..., n].
 
         The root lies between the quantiles of the two components. False position (Illinois) on a fixed number of steps
         for all rows: the probability beyond the result is right to 0.01.

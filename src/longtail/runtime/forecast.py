@@ -96,7 +96,7 @@ class Forecaster:
         keys = prompt_keys(texts)
         quantiles = self._quantiles(keys, texts)
         belief = self._beliefs.upcoming(keys, quantiles)
-        levels = np.stack([belief.quantile((i + 0.5) / LEVELS) for i in range(LEVELS)], axis=1)
+        levels = np.ascontiguousarray(belief.quantiles((np.arange(LEVELS) + 0.5) / LEVELS).T)
         rng = np.random.default_rng(derive_seed(self._seed, "outcomes", step))
         draws = int(np.clip(OUTCOME_SAMPLES // (len(keys) * group_size), 2, 16))
         return Forecast(

@@ -64,7 +64,7 @@ class BelievedLengths:
 
     def remaining(self, samples: np.ndarray, generated: np.ndarray) -> np.ndarray:
         belief, order = self._belief(samples, generated)
-        levels = np.stack([belief.quantile((k + 0.5) / OUTCOMES) for k in range(OUTCOMES)])
+        levels = belief.quantiles((np.arange(OUTCOMES) + 0.5) / OUTCOMES)
         outcomes = np.empty_like(levels)
         outcomes[:, order] = self._rng.permuted(levels, axis=0)
         return np.maximum(outcomes, 1)

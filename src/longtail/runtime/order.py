@@ -19,6 +19,7 @@ import numpy as np
 from longtail.core.events import Event, MoveMade, Note, Span
 from longtail.core.types import FinishReason, Layout, Request
 from longtail.costs.decode import UNMEASURED, DecodeCosts, DecodeFit
+from longtail.lengths.correlation import tau_b
 from longtail.planner.dispatch import Dispatch
 from longtail.planner.order import Placement, Work, fifo, place
 from longtail.rl.tasks import Example
@@ -27,7 +28,7 @@ from longtail.runtime.live import KnownLengths, LiveLengths
 from longtail.runtime.plan import PipelinePlan
 from longtail.runtime.step import StepBatch
 
-MOST_TRACKED = 4096
+MOST_TRACKED = 1024
 """Prompts of a step for which the rank correlation is computed."""
 
 
@@ -260,9 +261,4 @@ def _source(prompts: int, forecast: Forecast | None) -> str:
 
 def rank_correlation(predicted: np.ndarray, lengths: np.ndarray) -> float | None:
     """Kendall's tau-b; None where it has no meaning (all equal). Of very large steps only the first prompts count."""
-    if len(predicted) < 2:
-        return None
-    from scipy.stats import kendalltau  # takes half a second to import
-
-    tau = float(kendalltau(predicted[:MOST_TRACKED], lengths[:MOST_TRACKED]).statistic)
-    return None if np.isnan(tau) else tau
+    return tau_b(predicted[:MOST_TRACKED], lengths[:MOST_TRACKED]) if len(predicted) > 1 else None

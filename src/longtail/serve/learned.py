@@ -9,6 +9,8 @@ import math
 
 import numpy as np
 
+from longtail.lengths.correlation import tau_b
+
 KEPT, RANKED = 2_000, 500
 """So many of the latest answers count for expected lengths, and of those with a quantile for tau."""
 PRIOR_TOKENS, PRIOR_ANSWERS = 256.0, 4.0
@@ -74,7 +76,7 @@ class Served:
         if self._new_pairs >= NEW_PAIRS or self._tau is None:
             newest_first = (self._count - 1 - np.arange(min(self._count, KEPT))) % KEPT
             ranked = newest_first[~np.isnan(self._quantiles[newest_first])][:RANKED]
-            self._tau, self.tau_reason = tau_b(self._quantiles[ranked], self._tokens[ranked])
+            self._tau, self.tau_reason = _tau(self._quantiles[ranked], self._tokens[ranked])
             self._new_pairs = 0
         return self._tau
 
@@ -124,16 +126,11 @@ class Served:
         return float((1 - share) * self._curve[left] + share * self._curve[left + 1])
 
 
-def tau_b(x: np.ndarray, y: np.ndarray) -> tuple[float | None, str | None]:
-    """Kendall's tau-b of two rows [n], or None and why it is not defined; O(n^2), a few milliseconds for 500.
-
-    Not SciPy's, because importing that stops a server for most of a second.
-    """
+def _tau(x: np.ndarray, y: np.ndarray) -> tuple[float | None, str | None]:
+    """Tau of quantiles and lengths [n], or None and why it is not known."""
     if len(x) < LEAST_PAIRS:
         return None, f"{len(x)} ranked answers are known, {LEAST_PAIRS} are needed"
-    if (x == x[0]).all():
-        return None, "all quantiles are equal"
-    if (y == y[0]).all():
-        return None, "all lengths are equal"
-    of_x, of_y = (np.sign(np.subtract.outer(v, v)).astype(np.float32).ravel() for v in (x, y))
-    return float(of_x @ of_y) / math.sqrt(float(of_x @ of_x) * float(of_y @ of_y)), None
+    tau = tau_b(x, y)
+    if tau is None:
+        return None, f"all {'quantiles' if (x == x[0]).all() else 'lengths'} are equal"
+    return tau, None
