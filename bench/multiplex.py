@@ -79,8 +79,11 @@ SMOL = Spec("smollm2-135m", prompts=4, cap=128, cut=0.05, steps=3, kv_gib=0.3)
 
 @dataclass(frozen=True)
 class Case:
+    """``rounds``: how often the arms are run that are compared."""
+
     name: str
     specs: tuple[Spec, ...]
+    rounds: int = 3
 
     def jobs(self) -> list[Job]:
         most = MAX_SLOWDOWN if len(self.specs) == 2 else MAX_SLOWDOWN + len(self.specs) - 2
@@ -91,8 +94,8 @@ CASES = [
     Case("tiny + tiny, heaviest tail", (HEAVY, HEAVY)),
     Case("tiny + tiny", (TINY, TINY)),
     Case("three tiny", (TINY, TINY, TINY)),
-    Case("tiny + SmolLM2", (replace(TINY, steps=12), SMOL)),
-    Case("SmolLM2 + SmolLM2", (SMOL, SMOL)),
+    Case("tiny + SmolLM2", (replace(TINY, steps=12), SMOL), rounds=2),
+    Case("SmolLM2 + SmolLM2", (SMOL, SMOL), rounds=2),
 ]
 
 
@@ -107,10 +110,10 @@ def job(name: str, spec: Spec, *, seed: int, max_slowdown: float) -> Job:
 
 
 class Bench:
-    """A folder for everything that is written, and the cost tables in it."""
+    """A folder for everything that is written, and the cost tables, by default in it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.costs = folder, folder / "costs"
+    def __init__(self, folder: Path, costs: Path | None) -> None:
+        self.folder, self.costs = folder, costs.absolute() if costs else folder / "costs"
         self._runs = 0
         self._alone: dict[tuple[Any, ...], Outcome] = {}
 
@@ -145,7 +148,7 @@ class Bench:
         print(f"profiles: {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def measure_case(bench: Bench, case: Case, rounds: int) -> dict[str, Any]:
+def measure_case(bench: Bench, case: Case) -> dict[str, Any]:
     jobs = case.jobs()
     print(f"\n{case.name}", flush=True)
     alone = {job.name: bench.alone(job) for job in jobs}
@@ -163,7 +166,7 @@ def measure_case(bench: Bench, case: Case, rounds: int) -> dict[str, Any]:
     # Those that are compared, again, in the other order each time.
     arms |= others
     again = [name for name in arms if name in {"serial", best_serial, "stages", "all"}]
-    for number in range(2, rounds + 1):
+    for number in range(2, case.rounds + 1):
         again.reverse()
         for name in again:
             runs[name].append(bench.run(f"  {name}, round {number}", jobs, *arms[name]))
@@ -371,28 +374,31 @@ def print_tables(results: Mapping[str, Any]) -> None:
 def main() -> None:
     p = common.parser(__doc__ or "")
     p.add_argument("--cases", type=int, nargs="*", help="only these cases, by number from 0")
-    p.add_argument("--rounds", type=int, default=3, help="how often serial, stages and all four moves are run")
+    p.add_argument(
+        "--costs", type=Path, help="folder of cost tables that were measured before, not to be measured again"
+    )
     args = p.parse_args()
-    load, began, rounds = os.getloadavg()[0], time.perf_counter(), 1 if args.quick else args.rounds
+    load, began = os.getloadavg()[0], time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="longtail-multiplex-") as folder:
-        results = measure(Bench(Path(folder)), args, rounds)
+        results = measure(Bench(Path(folder), args.costs), args)
     print_tables(results)
     common.finish(
         "multiplex", quick=args.quick or bool(args.cases), seeds=[0, 1, 2], arms=results,
-        targets=list(targets_of(results)), group_size=GROUP, rounds=rounds, load_at_start=round(load, 2),
+        targets=list(targets_of(results)), group_size=GROUP, load_at_start=round(load, 2),
         seconds=round(time.perf_counter() - began),
     )  # fmt: skip
 
 
-def measure(bench: Bench, args: argparse.Namespace, rounds: int) -> dict[str, Any]:
+def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     cases = [CASES[i] for i in args.cases] if args.cases else CASES[1:2] if args.quick else CASES
     if args.quick:
-        cases = [Case(c.name, tuple(replace(s, steps=2) for s in c.specs)) for c in cases]
+        cases = [Case(c.name, tuple(replace(s, steps=2) for s in c.specs), rounds=1) for c in cases]
     by_model = {job.model: job for case in cases for job in case.jobs()}
-    bench.profile([*by_model.values()], coarse=args.quick)
+    if args.costs is None:
+        bench.profile([*by_model.values()], coarse=args.quick)
     results = {}
     for case in cases:
-        results[case.name] = measure_case(bench, case, rounds)
+        results[case.name] = measure_case(bench, case)
         print(json.dumps({case.name: results[case.name]}), flush=True)  # so that a long run that is cut off leaves some
     return results
 

@@ -151,6 +151,7 @@ class Run:
             kv_heads=found.model.kv_heads,
             tables=_tables(checked, job_file, name, self._tables, company=company, tell=self.tell),
             company=company,
+            slices=checked.device == "cpu",
             max_merges=policy.max_merges if policy.merge == "auto" else 0,
             may_widen=policy.widen == "auto",
         )

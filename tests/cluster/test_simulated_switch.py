@@ -343,14 +343,16 @@ def test_quanta_of_all_pipelines_end_before_a_switch_begins():
     batches = ((0, MicroBatch((group,))), (1, MicroBatch((group,))))
     totals = StepTotals(samples=2, tokens=19800, max_tokens=9900)
     driven.send([0], TrainBatches(**driven.of("q"), step=0, batches=batches, totals=totals))
-    driven.until(0.3)
+    driven.until(0.33)
     driven.switch(SINGLE, TWO)
     driven.run(100.0)
-    assert [report.number for report in driven.all(Trained)] == [0]
+    assert driven.all(Trained) == []
     driven.switch(TWO, SINGLE)
     driven.run()
     assert [report.number for report in driven.all(Trained)] == [0, 1]
     driven.stop()
+    assert sum(span.tokens for span in driven.spans(0, SubStage.TRAIN, "q")) == 20_000
+    assert sum(span.busy_s for span in driven.spans(0, SubStage.TRAIN, "q")) == pytest.approx(2.0)
     (widened, narrowed) = driven.spans(1, SubStage.SWITCH)
-    assert widened.end == pytest.approx(1.0 + COSTS.switch.handshake_s), "a micro-batch takes a second"
+    assert widened.end == pytest.approx(0.4 + COSTS.switch.handshake_s), "a micro-batch takes a second, a slice 0.1"
     assert narrowed.start > 100

@@ -148,6 +148,9 @@ class Tenant:
     def alive(self) -> None:
         return None
 
+    def close(self) -> None:
+        pass
+
 
 def worker_with(monkeypatch, **seconds: float) -> tuple[Worker, dict[str, Tenant]]:
     now = [0.0]

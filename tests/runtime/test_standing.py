@@ -146,7 +146,7 @@ def test_steps_that_overlap_are_compared_by_the_time_between_their_ends(tmp_path
 
 def test_a_step_that_is_scored_waits_for_the_training_before_it_and_not_for_its_rewards(tmp_path):
     """Rewards are there at once, and training takes longer than a rollout."""
-    run, _ = asynchronous(tmp_path, lengths=[[20] * 4] * 4)
+    run, _ = asynchronous(tmp_path, lengths=[[8] * 4] * 4)
     steps = run.record.steps("a")
     assert all(metrics["score_s"] < 0.01 for metrics in steps.values())
     assert all(steps[k]["wait_s"] > 0.1 for k in range(2, 8))

@@ -1,6 +1,5 @@
 """What served requests teach: expected lengths, drift, speed, backlog."""
 
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -8,6 +8,7 @@ nothing is preempted; but a sequence that comes from another engine may have to 
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ class Piece:
     """Work without an event inside: some decode steps of one batch, a prefill chunk, or a micro-batch.
 
     ``work_s`` is what it takes alone, of which ``done_s`` is done; ``lost_s`` went by because of others. ``context``
-    are the tokens in the lanes of its first quantum.
+    are the tokens in the lanes of its first quantum. A micro-batch may be left after each ``slice_s`` of work.
     """
 
     substage: SubStage
@@ -120,6 +121,7 @@ class Piece:
     costs: DecodeCosts | None = None
     chunk: list[tuple[_Fill, int]] = field(default_factory=list)
     lost_s: float = 0.0
+    slice_s: float = math.inf
 
     @property
     def contexts(self) -> int:
@@ -132,6 +134,8 @@ class Piece:
 
     def limit(self, seconds: float) -> None:
         """End with the first quantum that is over after so many seconds of work."""
+        if self.slice_s < math.inf:
+            self.work_s = min(self.work_s, max(1, math.ceil(seconds / self.slice_s)) * self.slice_s)
         if self.costs is None or self.quanta == 1:
             return
         self.quanta = self._steps(seconds, 1, self.quanta)

@@ -9,12 +9,13 @@ from typing import NamedTuple
 from longtail.cluster.fair import FairShare
 from longtail.cluster.messages import Alive, Generate, OpenPipeline, Report, Sampled, TrainBatches, Trained
 from longtail.cluster.simulated_engine import Piece, Response, SimulatedEngine
-from longtail.core.types import Completion, FinishReason, Request, SubStage
+from longtail.core.types import SLICE_S, Completion, FinishReason, Request, SubStage
 from longtail.costs.decode import DecodeCosts
 from longtail.costs.worker import WorkerCosts
 from longtail.rl.packing import MicroBatch
 from longtail.rl.trainer import MicroStats
 
+EPSILON_S = 1e-9
 Lengths = Callable[[str, int, Request], Sequence[int]]
 """(pipeline, step, request) -> tokens that each of its samples would have without a cap."""
 
@@ -44,7 +45,11 @@ class SimulatedTenant:
         self.training_step = 0
         """The step of the micro-batch that was computed last."""
         self._batches: deque[tuple[int, int, MicroBatch]] = deque()
-        """(step, number, micro-batch) of those that wait."""
+        """(step, number, micro-batch) of those that wait; the first may have been begun."""
+        self._trained_s = 0.0
+        """Of its work."""
+        self._shared = False
+        """Whether other work had its turn meanwhile."""
         self._shares = FairShare()
 
     def make_engine(self, costs: DecodeCosts) -> SimulatedEngine:
@@ -61,6 +66,7 @@ class SimulatedTenant:
     def drop_work(self, attempt: int) -> None:
         self._forget_sequences()
         self._batches.clear()
+        self._trained_s, self._shared = 0.0, False
         self.attempt = attempt
 
     def _forget_sequences(self) -> None:
@@ -103,11 +109,14 @@ class SimulatedTenant:
         work = self._shares.next(self._waiting)
         if work == SubStage.TRAIN:
             _, _, batch = self._batches[0]
-            self.piece = Piece(SubStage.TRAIN, now, self._train_s(batch), batch.samples, batch.tokens)
+            left_s = self._train_s(batch) - self._trained_s
+            self.piece = Piece(SubStage.TRAIN, now, left_s, batch.samples, 0, slice_s=SLICE_S)
+            if SubStage.DECODE in self._waiting:
+                self.piece.limit(SLICE_S)
         elif work is not None:
             self.piece = self.engine.begin(now)
             if self.piece is not None and SubStage.TRAIN in self._waiting:
-                self.piece.limit(self._train_s(self._batches[0][2]))
+                self.piece.limit(SLICE_S)
 
     @property
     def _waiting(self) -> list[SubStage]:
@@ -125,7 +134,7 @@ class SimulatedTenant:
         work = SubStage.TRAIN if piece.substage == SubStage.TRAIN else SubStage.DECODE
         self._shares.used(work, piece.work_s, [other for other in self._waiting if other != work])
         if work == SubStage.TRAIN:
-            return [self._trained(shared=shared or self.engine.has_work)]
+            return self._trained(piece, shared=shared or self.engine.has_work)
         ended = self.engine.finish(piece)
         return [self._sampled(ended, now)] if ended else []
 
@@ -140,9 +149,20 @@ class SimulatedTenant:
             ended=now,
         )
 
-    def _trained(self, *, shared: bool) -> Trained:
-        self.training_step, number, batch = self._batches.popleft()
-        return Trained(
+    def _trained(self, piece: Piece, *, shared: bool) -> list[Report]:
+        """A part of a micro-batch is done, or all of it."""
+        self.training_step, number, batch = self._batches[0]
+        whole_s, before_s = self._train_s(batch), self._trained_s
+        self._shared |= shared
+        self._trained_s += piece.work_s
+        over = whole_s - self._trained_s <= EPSILON_S
+        told = int(batch.tokens * before_s / whole_s) if before_s else 0
+        piece.tokens = (batch.tokens if over else int(batch.tokens * self._trained_s / whole_s)) - told
+        if not over:
+            return []
+        self._batches.popleft()
+        shared, self._shared, self._trained_s = self._shared, False, 0.0
+        trained = Trained(
             worker=self._worker,
             pipeline=self.name,
             attempt=self.attempt,
@@ -151,6 +171,7 @@ class SimulatedTenant:
             stats=MicroStats(samples=batch.samples, tokens=batch.completion_tokens),
             shared=shared,
         )
+        return [trained]
 
     # Reports
 

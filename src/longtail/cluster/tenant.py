@@ -37,9 +37,10 @@ from longtail.cluster.messages import (
     Update,
     Updated,
 )
+from longtail.cluster.slices import Slices
 from longtail.core.comm import Communicator
 from longtail.core.errors import CapacityError
-from longtail.core.types import BURST_S, Completion, Request, StepTotals, SubStage
+from longtail.core.types import BURST_S, SLICE_S, Completion, Request, StepTotals, SubStage
 from longtail.engine.blocks import BlockStore
 from longtail.engine.cargo import Cargo
 from longtail.engine.checkpoint import load_model
@@ -51,7 +52,7 @@ from longtail.engine.switch_plan import How, Refusal, SwitchCosts, SwitchPlan, p
 from longtail.engine.tokenizer import Tokenizer
 from longtail.rl import checkpoint
 from longtail.rl.packing import MicroBatch
-from longtail.rl.trainer import Trainer
+from longtail.rl.trainer import MicroStats, Trainer
 
 MOST_STEPS = 64
 """Of a burst."""
@@ -138,6 +139,10 @@ class Tenant:
         self.rollout = config.rollout
         self._started: dict[str, float] = {}
         self._batches: deque[_ToTrain] = deque()
+        """The first of them may be under way, in ``_slices``."""
+        self._slices: Slices[MicroStats] | None = None
+        self._told = 0
+        self._shared = False
         self._shares = FairShare()
         self.engine = self._narrow_engine()
 
@@ -234,8 +239,15 @@ class Tenant:
         """Back to idle with the same weights; gradients of a half-done step are forgotten."""
         self.attempt = attempt
         self._forget_sequences()
+        self.close()
         self._batches.clear()
         self.trainer.zero_gradients()
+
+    def close(self) -> None:
+        """End a micro-batch that is under way; its gradient is one of a part."""
+        if self._slices is not None:
+            self._slices.cancel()
+        self._slices = None
 
     def _forget_sequences(self) -> None:
         for request_id in self.engine.request_ids:
@@ -243,8 +255,8 @@ class Tenant:
         self._started.clear()
 
     def run_quantum(self) -> Quantum:
-        """A decode step or prefill chunk, and more of them while :data:`BURST_S` has time for them; or one training
-        micro-batch; in a group, as many steps as the leader orders."""
+        """A decode step or prefill chunk, and more of them while :data:`BURST_S` has time for them; or a training
+        micro-batch, or :data:`SLICE_S` of it; in a group, as many steps as the leader orders."""
         if self.group is not None:
             return self._burst(self.group)
         waiting, work = self._waiting, self._next
@@ -302,15 +314,31 @@ class Tenant:
         )
 
     def _train(self) -> Quantum:
-        shared = self.beside or self.engine.has_work
-        step, number, batch, totals = self._batches.popleft()
-        stats = self.trainer.micro_batch(batch, totals)
+        """A slice of the next micro-batch."""
+        step, number, batch, totals = self._batches[0]
+        if self._slices is None:
+            self._slices = self._sliced(batch, totals)
+            self._told, self._shared = 0, False
+        self._shared |= self.beside or self.engine.has_work
+        over = self._slices.run(SLICE_S)
+        told = batch.tokens if over else int(batch.tokens * self._slices.share)
+        tokens, self._told = told - self._told, told
+        if not over:
+            return Quantum(SubStage.TRAIN, step, tokens, batch.samples, [])
+        stats, self._slices = self._slices.result, None
+        self._batches.popleft()
         self._trained_at = time.perf_counter()
         report = Trained(
             worker=self.worker, pipeline=self.name, attempt=self.attempt, step=step, number=number, stats=stats,
-            shared=shared,
+            shared=self._shared,
         )  # fmt: skip
-        return Quantum(SubStage.TRAIN, step, batch.tokens, batch.samples, [report])
+        return Quantum(SubStage.TRAIN, step, tokens, batch.samples, [report])
+
+    def _sliced(self, batch: MicroBatch, totals: StepTotals) -> Slices[MicroStats]:
+        """On CUDA one slice: there autograd has a thread of its own for all pipelines, which must not be held up."""
+        if self.model.device.type == "cpu":
+            return Slices(lambda pause: self.trainer.micro_batch(batch, totals, pause=pause))
+        return Slices(lambda pause: self.trainer.micro_batch(batch, totals))
 
     def update(self, command: Update, comm: Communicator) -> Quantum:
         """Reduce gradients with the other members of the lease and apply the optimizer. Raises ``PeerLost``."""

@@ -2,8 +2,9 @@
 
 Invariants: commands of one worker are applied in the order they were sent, always between two quanta. An error in
 a pipeline's work ends that pipeline on this worker, gives its memory back, and touches nothing else. Time is shared
-between the runnable pipelines by weight (``cluster/fair.py``), so one with long quanta gets fewer of them; but what
-other workers wait for goes first, and those that it overtakes catch up. A worker that is in a tensor-parallel group
+between the runnable pipelines by weight (``cluster/fair.py``), so one with long quanta gets fewer of them, and none is
+much longer than ``SLICE_S`` (on CUDA, than a micro-batch); but what other workers wait for goes first, and those
+that it overtakes catch up. A worker that is in a tensor-parallel group
 works for that group alone; if it follows there, it does what the leader orders, and its own commands wait until the
 group is dissolved.
 """
@@ -117,6 +118,8 @@ class Worker:
         """Loop until a :class:`Stop` command arrives."""
         while not self._stopped:
             self._turn()
+        for tenant in self.tenants.values():
+            tenant.close()
         self._tell(everything=True)
         self.outbox.put([Stopped(worker=self.worker)])
         self._disconnect()
@@ -390,7 +393,9 @@ class Worker:
         self._give_back()
 
     def _forget(self, pipeline: str) -> None:
-        self.tenants.pop(pipeline, None)
+        tenant = self.tenants.pop(pipeline, None)
+        if tenant is not None:
+            tenant.close()
         self._shares.forget(pipeline)
         self._leftovers = True
 

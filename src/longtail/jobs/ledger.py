@@ -52,7 +52,7 @@ class Ledger:
         peak = max([f.peak, *(g.peak for g in taken.values())])
         workers = f"each of {self._workers} workers" if self._workers > 1 else "the worker"
         parts = f"weights {gib(f.weights)} + gradients {gib(f.gradients)} + optimizer {gib(f.optimizer)}"
-        text = f"{name} does not fit: {parts} + KV {gib(f.kv)} + training {gib(peak)} on {workers}, "
+        text = f"{name} does not fit: {parts} + KV {gib(f.kv)} + training {gib(f.training + peak)} on {workers}, "
         text += f"{gib(left)} free" if left > 0 else "nothing free"
         if taken:
             text += f" beside {' and '.join(f'{other} ({gib(_held(g))})' for other, g in taken.items())}"

@@ -28,8 +28,8 @@ work (an index into :class:`Factors`, that of the pipeline's model included)."""
     ROLLOUT_PART_NOW, SCORE_PART_NOW, TRAIN_PART_NOW, ROLLOUT_PART, SCORE_PART, TRAIN_PART,
 ) = range(21)  # fmt: skip
 """Columns of ``about`` [P, 21]. STAGE: :data:`ROLLOUT` and so on. LIVE: 1 where a rollout runs beside the training of
-an earlier step. QUANTUM: seconds of a training micro-batch. WORTH_NOW: seconds that the rest of the present step takes
-alone, WORTH another step; the PARTs are of the worth, the update has the rest."""
+an earlier step. QUANTUM: seconds of training that is done in one go. WORTH_NOW: seconds that the rest of the present
+step takes alone, WORTH another step; the PARTs are of the worth, the update has the rest."""
 COLUMNS = 21
 READY, ROLLOUT, SCORING, TRAINING, UPDATING = range(5)
 RING = 16

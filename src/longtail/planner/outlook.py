@@ -95,7 +95,7 @@ class Prospect:
 
     @cached_property
     def micro_s(self) -> float:
-        """A training micro-batch."""
+        """The training that others may have to wait for."""
         return train_work_s(self.state.micro_tokens, self.state.costs)
 
     @cached_property

@@ -77,8 +77,8 @@ class PipelineState:
     since the step began. ``merges_left``: how often this rollout may still be moved to fewer workers. ``costs`` are
     corrected. ``slots``: sequences that a worker runs at once. ``may_widen``: whether tensor-parallel groups are
     allowed. ``stale_steps``: how many steps its rollout may be ahead of its training; if it is, ``stage`` is that of
-    the training. ``micro_tokens``: of a usual training micro-batch, for which others may have to wait (0: no wait is
-    expected)."""
+    the training. ``micro_tokens``: of the training that others may have to wait for (0: no wait is expected), a usual
+    micro-batch or what is done of it in one go."""
 
     name: str
     priority: float

@@ -11,7 +11,7 @@ Shape suffixes: T tokens of the flat batch, N predicted (completion) tokens, D h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -101,13 +101,21 @@ class Trainer:
         start, end = self.bounds[rank]
         self.optimizer = ShardedAdamW(self.flat, train, start=start, end=end)
 
-    def micro_batch(self, batch: MicroBatch, totals: StepTotals) -> MicroStats:
-        """Forward and backward of one micro-batch; adds its part of the step's gradient to ``flat.grads``, exactly."""
+    def micro_batch(
+        self, batch: MicroBatch, totals: StepTotals, *, pause: Callable[[float], None] | None = None
+    ) -> MicroStats:
+        """Forward and backward of one micro-batch; adds its part of the step's gradient to ``flat.grads``, exactly.
+
+        ``pause`` is called between layers, with the share of the work that is done, and may do anything meanwhile but
+        change the weights or forget the gradients. It may raise: the gradients are then those of a part.
+        """
         if batch.completion_tokens == 0:
             return MicroStats()
         packed = pack(batch, totals, self.algorithm.loss, dtype=self.flat.wide_dtype, device=self.model.device)
         reference_N = self._reference_logprobs(packed)
         attend = group_attend(self.model, packed.layout)
+        if pause is not None:
+            attend = _Pausing(attend, pause, layers=self.model.config.layers)
         with torch.enable_grad():
             hidden_ND = self.model(packed.tokens_T, attend).index_select(0, packed.predict_N)
         terms: list[GrpoTerms] = []
@@ -220,6 +228,25 @@ def group_attend(model: Decoder, layout: Layout) -> Attend:
     """The fastest training attention for the model's device."""
     kind = GroupAttend if model.device.type == "cpu" else PaddedAttend
     return kind(layout, model.config, model.rope)
+
+
+class _Pausing:
+    """An ``attend`` after which ``pause`` is called, in the forward pass and in the backward pass, which takes twice
+    the time."""
+
+    def __init__(self, attend: Attend, pause: Callable[[float], None], *, layers: int) -> None:
+        self._attend, self._pause = attend, pause
+        self._done, self._whole = 0, 3 * layers
+
+    def __call__(self, layer: int, qkv_TE: Tensor, q_norm_H: Tensor | None, k_norm_H: Tensor | None) -> Tensor:
+        o_TQ = self._attend(layer, qkv_TE, q_norm_H, k_norm_H)
+        o_TQ.register_hook(lambda grad: self._passed(2))
+        self._passed(1)
+        return o_TQ
+
+    def _passed(self, parts: int) -> None:
+        self._done += parts
+        self._pause(self._done / self._whole)
 
 
 @dataclass(frozen=True)

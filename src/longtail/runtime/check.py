@@ -37,7 +37,8 @@ class CheckedJobs:
             yield (
                 f"{name}: {p.model.family}, {p.parameters / 1e6:.1f} M parameters; "
                 f"{size} prompts of up to {p.longest_prompt:,} tokens; on each of {workers} "
-                f"{gib(m.resident + m.kv)}, of which KV {gib(m.kv)}, and up to {gib(m.peak)} more while training"
+                f"{gib(m.resident - m.training + m.kv)}, of which KV {gib(m.kv)}, "
+                f"and up to {gib(m.most_training)} more while training"
             )
 
 
@@ -51,7 +52,10 @@ def check_jobs(job_file: JobFile, *, machine: Machine | None = None, submitted: 
     machine = machine or inspect_machine()
     findings = Findings(job_file)
     workers = _check_workers(findings, machine)
-    checked = {name: check_pipeline(findings, name, workers, submitted=submitted) for name in job_file.jobs.pipelines}
+    checked = {
+        name: check_pipeline(findings, name, workers, device=machine.device, submitted=submitted)
+        for name in job_file.jobs.pipelines
+    }
     pipelines = {name: p for name, p in checked.items() if p is not None}
     if len(pipelines) == len(checked):
         pipelines = _admit(findings, pipelines, workers, machine)

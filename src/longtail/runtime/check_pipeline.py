@@ -71,9 +71,11 @@ class Room:
     key: str
 
 
-def check_pipeline(findings: Findings, name: str, workers: int, *, submitted: bool = False) -> CheckedPipeline | None:
+def check_pipeline(
+    findings: Findings, name: str, workers: int, *, device: str, submitted: bool = False
+) -> CheckedPipeline | None:
     """All checks of one pipeline but memory; None if it has problems. May download or convert the model."""
-    return _PipelineCheck(findings, name).run(workers, submitted=submitted)
+    return _PipelineCheck(findings, name).run(workers, device=device, submitted=submitted)
 
 
 def check_prompts(findings: Findings, name: str) -> tuple[Task, Tokenizer] | None:
@@ -94,7 +96,7 @@ class _PipelineCheck:
         self.pipeline: Pipeline = findings.job_file.jobs.pipelines[name]
         self.base = findings.job_file.base
 
-    def run(self, workers: int, *, submitted: bool = False) -> CheckedPipeline | None:
+    def run(self, workers: int, *, device: str, submitted: bool = False) -> CheckedPipeline | None:
         before = len(self.findings.problems)
         if self.name in RUN_FILES:
             self._problem("this name is taken by a file of the run folder; choose another one")
@@ -116,7 +118,8 @@ class _PipelineCheck:
         parameters = count_parameters(config)
         jobs = self.findings.job_file.jobs
         company = (submitted or len(jobs.pipelines) > 1) and jobs.policy.corun in ("auto", "greedy")
-        memory = footprint(config, parameters, self.pipeline, Shape(longest, workers, company))
+        shape = Shape(longest, workers, company, slices=device == "cpu")
+        memory = footprint(config, parameters, self.pipeline, shape)
         return CheckedPipeline(folder, config, parameters, tokenizer, task, longest, memory, ranker=ranker)
 
     def _warn_of_sampling(self) -> None:

@@ -1,9 +1,9 @@
 """Does it fit? A ledger of what each pipeline takes on each worker, granted one after another before anything starts.
 
 Every worker keeps a pipeline's whole weights and the sum of its gradients, its share of the optimizer state, and its KV
-blocks, for as long as the run lasts. Activations, logits and the gradients of one micro-batch live within one quantum,
-and quanta of different pipelines never overlap on a worker, so only the largest of them counts. All figures are bytes
-on one worker.
+blocks, for as long as the run lasts; and what a micro-batch keeps until its end, as others may have their turn before
+it (``cluster/slices.py``). What a decode step needs, or on CUDA a micro-batch, lives within one quantum, and quanta of
+different pipelines never overlap on a worker, so only the largest of them counts. All figures are bytes on one worker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ USABLE = 0.92
 @dataclass(frozen=True)
 class Footprint:
     """What one pipeline takes. ``kv_wanted`` is the KV cache of all of a step that may come to a worker, ``kv_least``
-    of one sequence, ``kv`` what it was given; ``peak`` is the largest quantum."""
+    of one sequence, ``kv`` what it was given; ``training`` is a micro-batch that is left before its end, ``peak`` the
+    largest quantum."""
 
     weights: int
     gradients: int
@@ -47,21 +48,29 @@ class Footprint:
     kv_wanted: int
     kv_least: int
     kv: int = 0
+    training: int = 0
 
     @property
     def resident(self) -> int:
         """All but the KV cache and the peak."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.training
+
+    @property
+    def most_training(self) -> int:
+        """While it trains."""
+        return self.training + self.peak
 
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a pipeline's work: the longest prompt in tokens, on how many workers, and whether they are
-    shared in such a way that a whole rollout may come to one of them."""
+    shared in such a way that a whole rollout may come to one of them. ``slices``: micro-batches are left before their
+    end for others."""
 
     prompt_tokens: int
     workers: int
     company: bool = False
+    slices: bool = False
 
 
 def footprint(config: ModelConfig, parameters: int, pipeline: Pipeline, shape: Shape) -> Footprint:
@@ -71,18 +80,20 @@ def footprint(config: ModelConfig, parameters: int, pipeline: Pipeline, shape: S
     copies = 1 + (pipeline.algorithm.beta > 0) + (pipeline.max_staleness > 0)
     states = 2 + (item < wide)
     kv_gib = pipeline.rollout.kv_gib
+    training = _training_peak(config, pipeline, shape, item)
     return Footprint(
         weights=copies * parameters * item,
         gradients=parameters * SUM_BYTES,
         optimizer=-(-states * parameters * wide // shape.workers),
         peak=max(
-            _training_peak(config, pipeline, shape, item),
+            0 if shape.slices else training,
             _decoding_peak(config, pipeline, shape),
             SUM_BYTES * min(PIECE, parameters) if shape.workers > 1 else 0,  # sums that come in from others
         ),
         kv_wanted=blocks_wanted(config, pipeline, shape) * block_bytes(config, pipeline),
         kv_least=blocks_least(config, pipeline, shape) * block_bytes(config, pipeline),
         kv=int(kv_gib * GIB) if kv_gib is not None else 0,
+        training=training if shape.slices else 0,
     )
 
 
@@ -159,10 +170,11 @@ def gib(size: float) -> str:
 
 def _does_not_fit(name: str, f: Footprint, kv: int, peak: int, taken: int, budget: int, workers: int) -> str:
     parts = f"weights {gib(f.weights)} + gradients {gib(f.gradients)} + optimizer {gib(f.optimizer)} + KV {gib(kv)}"
+    parts += f" + training {gib(f.training + peak)} on each of {workers} worker{'s' * (workers > 1)}"
     others = f", {gib(taken)} taken by the pipelines before it" if taken else ""
     kv_advice = "Lower rollout.kv_gib" if f.kv else "Lower rollout.max_tokens"
     return (
-        f"{name} does not fit: {parts} + training {gib(peak)} on each of {workers} worker{'s' * (workers > 1)}, "
+        f"{name} does not fit: {parts}, "
         f"{gib(budget)} free{others}. {kv_advice} or train.micro_tokens, use bfloat16, or run fewer pipelines together."
     )
 

@@ -70,8 +70,9 @@ class PipelinePlan:
     has been measured.
 
     ``company``: several pipelines share several workers, and it is weighed who runs where. Each of its rollouts may
-    then be moved to fewer workers up to ``max_merges`` times. ``may_widen``: whether tensor-parallel groups may form
-    where ``rollout.tp`` is no number.
+    then be moved to fewer workers up to ``max_merges`` times. ``slices``: its micro-batches are left before their
+    end for the work of others. ``may_widen``: whether tensor-parallel groups may form where ``rollout.tp`` is no
+    number.
     """
 
     name: str
@@ -86,5 +87,6 @@ class PipelinePlan:
     kv_heads: int = 1
     tables: Tables | None = None
     company: bool = False
+    slices: bool = True
     max_merges: int = 2
     may_widen: bool = True

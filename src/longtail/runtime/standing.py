@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from longtail.core.types import SLICE_S
 from longtail.costs.table import CostTable
 from longtail.planner.alone import alone_s
 from longtail.planner.outlook import HORIZON_STEPS, Outlook
@@ -136,12 +137,20 @@ class Standing:
             slots=config.rollout.max_running,
             may_widen=self._widen.widens,
             stale_steps=schedule.staleness,
-            micro_tokens=usual_tokens(
-                typical.train_tokens // config.algorithm.iterations,
-                workers=self._workers,
-                micro_tokens=config.train.micro_tokens,
-            ),
+            micro_tokens=self._quantum_tokens(typical, costs),
         )
+
+    def _quantum_tokens(self, typical: StepShape, costs: CostTable) -> int:
+        """Of the training that others may have to wait for: a micro-batch, or a slice of it."""
+        config = self._plan.config
+        usual = usual_tokens(
+            typical.train_tokens // config.algorithm.iterations,
+            workers=self._workers,
+            micro_tokens=config.train.micro_tokens,
+        )
+        if not self._plan.slices or not costs.train_token_s:
+            return usual
+        return min(usual, round(SLICE_S / costs.train_token_s))
 
     def _shape(self, step: StepUnderWay | None) -> StepShape | None:
         """Of ``step``, with what comes after its rollout as it was last; where nothing is known of it, or of no step,
