@@ -203,6 +203,8 @@ def span(
     one_s = TABLE.decode_s(tp, batch, context)
     if substage == SubStage.PREFILL:
         one_s = float(TABLE.prefill_s(tp, np.array(64)))
+    if substage == SubStage.TRAIN:
+        one_s = 64 * TABLE.train_token_s
     return Span(
         worker=0, pipeline="p", substage=substage, step=0, start=0.0, end=1.0,
         busy_s=quanta * one_s * measured_over_predicted, quanta=quanta, tokens=tokens, batch=batch, context=context,
@@ -243,6 +245,14 @@ def test_one_long_pause_changes_little():
 def test_a_degree_that_was_not_tried_is_as_slow_as_those_that_were():
     corrections = learnt(*[span(1.4)] * 50)
     assert corrections.factor(2, SubStage.DECODE) == pytest.approx(corrections.factor(1, SubStage.DECODE), rel=0.01)
+
+
+def test_a_group_that_is_slow_says_little_of_a_worker_on_its_own():
+    slow_groups = [span(2.0, tp=2)] * 20
+    known = learnt(*slow_groups, *[span(1.1, substage=SubStage.TRAIN)] * 20)
+    assert known.factor(1, SubStage.DECODE) == pytest.approx(1.1, rel=0.02)
+    assert known.factor(2, SubStage.DECODE) == pytest.approx(2.0, rel=0.02)
+    assert learnt(*slow_groups).factor(1, SubStage.DECODE) == pytest.approx(2.0, rel=0.1), "nothing else is known"
 
 
 def test_degrees_and_substages_are_corrected_apart():

@@ -298,6 +298,36 @@ def test_whoever_computes_a_micro_batch_and_when_the_same_bits_are_learned(world
     assert updates[0].grad_norm > 0.05
 
 
+def test_a_pause_after_every_layer_changes_no_bit_and_tells_how_far_the_work_is():
+    groups = random_groups(tiny_config(), LENGTHS)
+    batch, totals = plan_micro_batches(groups, workers=1, micro_tokens=10_000)[0], totals_of(groups)
+    plain, paused = (make_trainer(random_model(tiny_config(), seed=1, std=0.3)) for _ in range(2))
+    shares: list[float] = []
+    stats = paused.micro_batch(batch, totals, pause=shares.append)
+    assert stats == plain.micro_batch(batch, totals)
+    assert torch.equal(paused.flat.grads, plain.flat.grads)
+    assert shares == sorted(shares)
+    assert len(shares) == 2 * paused.model.config.layers
+    assert shares[-1] == pytest.approx(1.0)
+
+
+def test_a_micro_batch_that_is_given_up_half_way_leaves_only_gradients_to_forget():
+    groups = random_groups(tiny_config(), LENGTHS)
+    batch, totals = plan_micro_batches(groups, workers=1, micro_tokens=10_000)[0], totals_of(groups)
+    plain, given_up = (make_trainer(random_model(tiny_config(), seed=1, std=0.3)) for _ in range(2))
+
+    def pause(share):
+        if share > 0.7:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        given_up.micro_batch(batch, totals, pause=pause)
+    given_up.zero_gradients()
+    given_up.micro_batch(batch, totals)
+    plain.micro_batch(batch, totals)
+    assert torch.equal(given_up.flat.grads, plain.flat.grads)
+
+
 def test_statistics_are_added_in_the_order_of_micro_batches():
     parts = {n: MicroStats(samples=1, tokens=2, loss=loss, gap_max=loss) for n, loss in enumerate([1e16, 1.0, -1e16])}
     shuffled = {n: parts[n] for n in (2, 0, 1)}

@@ -196,6 +196,18 @@ def test_only_the_largest_peak_counts():
         admit({"a": part(10, peak=30), "b": part(10, peak=41)}, free, 1)
 
 
+def test_micro_batches_that_are_left_before_their_end_count_all_together():
+    (whole, sliced) = (footprint(CONFIG, 1000, pipeline(), Shape(10, 1, slices=slices)) for slices in (False, True))
+    assert (whole.training, sliced.most_training >= whole.peak > sliced.peak) == (0, True)
+    assert sliced.training > 0
+    assert sliced.resident == whole.resident + sliced.training
+    free = int(100 / USABLE) + 1
+    a, b = (replace(part(10, peak=peak), training=30) for peak in (10, 20))
+    assert admit({"a": a, "b": b}, free, 1).keys() == {"a", "b"}
+    with pytest.raises(CapacityError, match="b does not fit"):
+        admit({"a": a, "b": replace(b, peak=21)}, free, 1)
+
+
 def test_a_cache_that_the_job_file_sets_is_given_whole_or_refused():
     free = int(100 / USABLE) + 1
     granted = admit({"a": part(10, wanted=500, least=1, kv=50), "b": part(10, wanted=500, least=1)}, free, 1)

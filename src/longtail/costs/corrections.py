@@ -27,8 +27,10 @@ class Corrections:
     """How much longer prefill, decode and training of one pipeline take than its table says, for each degree (training
     has degree 1).
 
-    What little is known of one degree leans on what is known of the others, and that on the table: a machine that is
-    slow today is slow at every degree, and a degree that has not been tried yet must not look better for it.
+    What little is known of one degree leans on what is known of narrower ones, and that on the table: a machine that is
+    slow today is slow at every degree, and a degree that has not been tried yet must not look better for it. It is not
+    so the other way round: members of a group wait for each other at every gather, so whatever else goes on on the
+    machine slows groups more. Where only wider degrees are known, training says how slow one worker is.
     """
 
     _ratios: dict[tuple[str, int], Ratio] = field(default_factory=dict)
@@ -45,8 +47,12 @@ class Corrections:
 
     def factor(self, degree: int, substage: str) -> float:
         """By what predictions of ``substage`` at ``degree`` are to be multiplied."""
-        alike = [ratio for (stage, _), ratio in self._ratios.items() if stage == substage]
-        shared = shrunk(alike, towards=0.0, trust=TRUST_QUANTA)
+        alike = {known: ratio for (stage, known), ratio in self._ratios.items() if stage == substage}
+        telling = [ratio for known, ratio in alike.items() if known <= degree]
+        training = self._ratios.get((str(SubStage.TRAIN), 1))
+        if not telling:
+            telling = [training] if training is not None else [*alike.values()]
+        shared = shrunk(telling, towards=0.0, trust=TRUST_QUANTA)
         own = self._ratios.get((str(substage), degree))
         return math.exp(shrunk([own], towards=shared, trust=TRUST_QUANTA) if own is not None else shared)
 

@@ -6,7 +6,7 @@ time, who may form tensor-parallel groups, and whether pipelines run side by sid
 learned.
 
 Invariants: with one pipeline left nothing is decided, and it has everything; a pipeline of which nothing is known yet
-(its first step) counts as one that needs all workers.
+(its costs are not measured) counts as one that needs all workers.
 """
 
 from __future__ import annotations
