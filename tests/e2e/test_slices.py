@@ -2,30 +2,75 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 import threading
+import weakref
+from collections.abc import Callable
 
 import pytest
 
 from e2e.harness import run_inline, small_pipeline
 from e2e.test_invariants import assert_same_training
 from longtail.cluster import tenant
-from longtail.core.events import Span, StageEntered
+from longtail.cluster.tenant import Tenant
+from longtail.core.events import Span
+from longtail.rl.trainer import Trainer
 
 A, B = small_pipeline(), small_pipeline(task="collatz", seed=5, rollout__max_tokens=60)
 
 
-def train_spans(outcome, pipeline):
-    return [e for e in outcome.record.events if isinstance(e, Span) and (e.pipeline, e.substage) == (pipeline, "train")]
+class Watch:
+    """Every layer ends a slice. ``when_paused`` is called once, in the worker's thread, when a micro-batch of step 1 of
+    pipeline ``a`` has been left; ``cancelled`` are the pipelines of which one was given up half-way; ``log`` has
+    (worker, number, whether it ended) of each slice, and (worker, None, True) of each quantum of sampling."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.when_paused: Callable[[], None] = lambda: None
+        self.fired = False
+        self.cancelled: list[str] = []
+        self.log: list[tuple[int, int | None, bool]] = []
+        self.held: list[weakref.ref] = []
+        train, sample, close = Tenant._train, Tenant._sample, Tenant.close
+
+        def trained(this):
+            step, number, *_ = this._batches[0]
+            if this.name == "a" and not self.held:
+                self.held = [weakref.ref(thing) for thing in (this, this.model, this.trainer.flat.grads)]
+            quantum = train(this)
+            self.log.append((this.worker, number, this._slices is None))
+            if this._slices is not None and (this.name, step) == ("a", 1) and not self.fired:
+                self.fired = True
+                self.when_paused()
+            return quantum
+
+        def sampled(this, *args):
+            self.log.append((this.worker, None, True))
+            return sample(this, *args)
+
+        def closed(this):
+            if this._slices is not None and 0 < this._slices.share < 1:
+                self.cancelled.append(this.name)
+            close(this)
+
+        monkeypatch.setattr(tenant, "SLICE_S", 0.0)
+        for name, changed in (("_train", trained), ("_sample", sampled), ("close", closed)):
+            monkeypatch.setattr(Tenant, name, changed)
 
 
 @pytest.fixture
-def every_layer(monkeypatch):
-    monkeypatch.setattr(tenant, "SLICE_S", 0.0)
+def watch(monkeypatch) -> Watch:
+    return Watch(monkeypatch)
 
 
 def no_thread_is_left() -> bool:
     return not any(thread.name == "slices" for thread in threading.enumerate())
+
+
+def nothing_is_held(watch: Watch) -> bool:
+    gc.collect()
+    return [ref() for ref in watch.held] == [None, None, None]
 
 
 def test_slices_change_no_bit_of_what_is_learned_beside_others(tmp_path, monkeypatch):
@@ -35,44 +80,77 @@ def test_slices_change_no_bit_of_what_is_learned_beside_others(tmp_path, monkeyp
     sliced = run_inline({"a": A, "b": B}, tmp_path / "sliced", workers=2)
     for name in ("a", "b"):
         assert_same_training(whole, sliced, name)
-        assert sum(s.tokens for s in train_spans(whole, name)) == sum(s.tokens for s in train_spans(sliced, name))
-        assert sum(s.quanta for s in train_spans(sliced, name)) > 3 * sum(s.quanta for s in train_spans(whole, name))
+        before, after = (
+            [
+                event
+                for event in outcome.record.events
+                if isinstance(event, Span) and (event.pipeline, event.substage) == (name, "train")
+            ]
+            for outcome in (whole, sliced)
+        )
+        assert sum(s.tokens for s in before) == sum(s.tokens for s in after)
+        assert sum(s.quanta for s in after) > 3 * sum(s.quanta for s in before)
     assert no_thread_is_left()
 
 
-def test_training_and_sampling_of_one_pipeline_alternate_within_micro_batches(tmp_path, every_layer):
-    job = small_pipeline(max_staleness=1, steps=4)
-    sliced = run_inline({"a": job}, tmp_path / "sliced", workers=2)
-    assert set(sliced.record.steps("a")) == {0, 1, 2, 3}
+def test_sampling_of_the_same_pipeline_has_its_turn_within_micro_batches(tmp_path, watch):
+    run_inline({"a": small_pipeline(max_staleness=1, steps=4)}, tmp_path, workers=2)
+    between = 0
+    for worker in (0, 1):
+        mine = [(number, ended) for where, number, ended in watch.log if where == worker]
+        between += sum(
+            left[0] is not None and not left[1] and then[0] is None for left, then in itertools.pairwise(mine)
+        )
+    assert between > 0
     assert no_thread_is_left()
 
 
-def test_a_worker_lost_within_a_micro_batch_changes_nothing(tmp_path, every_layer):
+def test_a_worker_lost_within_a_micro_batch_changes_nothing(tmp_path, watch):
     calm = run_inline({"a": A}, tmp_path / "calm", workers=2)
-    killed = []
+    watch.fired = False
+    here = []
 
-    def kill(event, cluster, controller):
-        if isinstance(event, StageEntered) and event.stage == "train" and event.step == 1 and not killed:
-            killed.append(True)
-            cluster.kill(1)
+    def remember(event, cluster, controller):
+        here[:] = [cluster]
+        watch.when_paused = lambda: here[0].kill(1)
 
-    lost = run_inline({"a": A}, tmp_path / "lost", workers=2, on_event=kill)
-    assert killed
+    lost = run_inline({"a": A}, tmp_path / "lost", workers=2, on_event=remember)
+    assert watch.cancelled
     assert_same_training(calm, lost, "a")
     assert no_thread_is_left()
 
 
-def test_a_pipeline_that_is_stopped_within_a_micro_batch_leaves_nothing_behind(tmp_path, every_layer):
-    def stop(event, cluster, controller):
-        if isinstance(event, StageEntered) and (event.pipeline, event.stage, event.step) == ("a", "train", 1):
-            controller.stop("a")
+def test_a_pipeline_that_is_stopped_within_a_micro_batch_leaves_nothing_behind(tmp_path, watch):
+    def remember(event, cluster, controller):
+        watch.when_paused = lambda: controller.stop("a")
 
     alone = run_inline({"b": B}, tmp_path / "alone", workers=2)
-    outcome = run_inline({"a": A, "b": B}, tmp_path / "both", workers=2, on_event=stop)
+    outcome = run_inline({"a": A, "b": B}, tmp_path / "both", workers=2, on_event=remember)
     assert outcome.controller.drivers["a"].stage == "interrupted"
+    assert "a" in watch.cancelled
     assert_same_training(alone, outcome, "b")
+    assert no_thread_is_left()
+    assert nothing_is_held(watch)
     resumed = run_inline({"a": A}, tmp_path / "both", workers=2)
     whole = run_inline({"a": A}, tmp_path / "a", workers=2)
     for name, tensor in whole.weights("a").items():
         assert tensor.equal(resumed.weights("a")[name])
+
+
+def test_an_error_within_a_backward_pass_ends_its_pipeline_and_gives_its_memory_back(tmp_path, watch, monkeypatch):
+    micro_batch = Trainer.micro_batch
+
+    def breaks(this, batch, totals, *, pause):
+        def broken(share):
+            pause(share)
+            if this.steps == 2 and share > 0.8:
+                raise RuntimeError("no more")
+
+        return micro_batch(this, batch, totals, pause=broken)
+
+    monkeypatch.setattr(Trainer, "micro_batch", breaks)
+    outcome = run_inline({"a": small_pipeline(steps=2), "b": B}, tmp_path, workers=2)
+    assert "RuntimeError: no more" in outcome.controller.drivers["a"].error
+    assert outcome.controller.drivers["b"].stage == "finished"
     assert no_thread_is_left()
+    assert nothing_is_held(watch)

@@ -307,7 +307,7 @@ def test_a_pause_after_every_layer_changes_no_bit_and_tells_how_far_the_work_is(
     assert stats == plain.micro_batch(batch, totals)
     assert torch.equal(paused.flat.grads, plain.flat.grads)
     assert shares == sorted(shares)
-    assert len(shares) == 2 * paused.model.config.layers
+    assert len(shares) == 2 * paused.model.config.layers + 1, "and one after the head"
     assert shares[-1] == pytest.approx(1.0)
 
 

@@ -42,15 +42,21 @@ class Slices(Generic[T]):
         """Go on for so long, or to the end. Returns whether it is over. Raises what the work raises."""
         self._until = time.perf_counter() + seconds
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="slices", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="slices", daemon=True)
+            thread.start()
+            self._thread = thread
         else:
             self._resume.release()
         self._paused.acquire()
         if self.over:
             self._thread.join()
-        if self._error is not None:
-            raise self._error
+        # An error holds the frames of the work and all that is in them, so nothing may hold the error for longer.
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
         return self.over
 
     @property
@@ -70,6 +76,8 @@ class Slices(Generic[T]):
         torch.set_num_threads(self._threads)  # a per-thread setting
         try:
             self._result = self._work(self._pause)
+        except Cancelled:
+            pass
         except BaseException as error:
             self._error = error
         self.over = True

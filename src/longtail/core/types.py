@@ -45,8 +45,9 @@ BURST_S = 0.008
 """Short quanta of a pipeline are done several at a time, for so long: between two of them a worker looks for commands,
 chooses and keeps account, which takes 0.15 ms, 4 % of a decode step of a small model."""
 SLICE_S = 0.1
-"""A training micro-batch is left, at the next layer, when it has had so long: others have their turn, and what all
-workers do together need not wait for its end, which may be seconds away. On CUDA it is done in one go."""
+"""A training micro-batch is left, after the next layer or the vocabulary head, when it has had so long: others have
+their turn, and what all workers do together need not wait for its end, which may be seconds away. On CUDA it is done in
+one go."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ HALF_LIFE_QUANTA = 2000
 """Quanta after which a measurement weighs half, as in :class:`~longtail.costs.decode.DecodeFit`."""
 TRUST_QUANTA = 50
 """So many quanta of evidence are believed to one half."""
-TRAIN_QUANTA = 10
-"""A micro-batch is as much evidence as so many quanta of sampling: it is longer, and there are few."""
+TRAIN_QUANTA = 2
+"""A slice of a micro-batch (on CUDA a whole one) is as much evidence as so many quanta of sampling: it is longer."""
 
 
 @dataclass

@@ -65,7 +65,12 @@ def begin(root: Path, step: int) -> Path:
 
 
 def write_weights(folder: Path, model: Decoder, *, source: Path) -> int:
-    """Write the model with config and tokenizer (from the model folder ``source``); returns bytes written."""
+    """Write the model with config and tokenizer (from the model folder ``source``); returns bytes written.
+
+    Raises :class:`CheckpointError` also if the checkpoint was given up meanwhile.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"cannot write the checkpoint {folder}: the folder is gone")
     export_model(model, folder, source=source)
     with _explained(folder):
         return sum(p.stat().st_size for p in folder.iterdir() if not SHARD.fullmatch(p.name))
@@ -106,7 +111,7 @@ def publish(folder: Path, state: dict[str, Any], *, keep: int) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Remove what there is of an unfinished checkpoint. A worker that still writes to it gets an error of its own."""
+    """Remove what there is of an unfinished checkpoint. What a worker still writes to it goes with :func:`begin`."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -106,16 +106,16 @@ class Trainer:
     ) -> MicroStats:
         """Forward and backward of one micro-batch; adds its part of the step's gradient to ``flat.grads``, exactly.
 
-        ``pause`` is called between layers, with the share of the work that is done, and may do anything meanwhile but
-        change the weights or forget the gradients. It may raise: the gradients are then those of a part.
+        ``pause`` is called after every layer and after the head, with the share of the work that is done, and may do
+        anything meanwhile but change the weights or forget the gradients. It may raise: the gradients are then those of
+        a part.
         """
         if batch.completion_tokens == 0:
             return MicroStats()
         packed = pack(batch, totals, self.algorithm.loss, dtype=self.flat.wide_dtype, device=self.model.device)
-        reference_N = self._reference_logprobs(packed)
-        attend = group_attend(self.model, packed.layout)
-        if pause is not None:
-            attend = _Pausing(attend, pause, layers=self.model.config.layers)
+        pauses = _Pauses(self.model, pause, passes=3 if self.reference is None else 4)
+        reference_N = self._reference_logprobs(packed, pauses)
+        attend = pauses.after_layers(group_attend(self.model, packed.layout))
         with torch.enable_grad():
             hidden_ND = self.model(packed.tokens_T, attend).index_select(0, packed.predict_N)
         terms: list[GrpoTerms] = []
@@ -148,6 +148,7 @@ class Trainer:
         )
         self.flat.add_grad(head, head_grad_VD)
         del head_grad_VD
+        pauses.passed(3 * pauses.head)
         hidden_ND.backward(hidden_grad_ND)
         return self._stats(packed, terms, policy)
 
@@ -194,12 +195,14 @@ class Trainer:
         self.optimizer.load(state)
 
     @torch.no_grad()
-    def _reference_logprobs(self, packed: Packed) -> Tensor | None:
+    def _reference_logprobs(self, packed: Packed, pauses: _Pauses) -> Tensor | None:
         if self.reference is None:
             return None
-        attend = group_attend(self.reference, packed.layout)
+        attend = pauses.after_layers(group_attend(self.reference, packed.layout))
         hidden_ND = self.reference(packed.tokens_T, attend).index_select(0, packed.predict_N)
-        return token_logprobs(hidden_ND, self.reference.head, packed.targets_N, self.temperature).logprobs_N
+        logprobs_N = token_logprobs(hidden_ND, self.reference.head, packed.targets_N, self.temperature).logprobs_N
+        pauses.passed(pauses.head)
+        return logprobs_N
 
     def _stats(self, packed: Packed, terms: list[GrpoTerms], policy: TokenLogprobs) -> MicroStats:
         loss_N = torch.cat([t.loss_N.detach() for t in terms])
@@ -230,23 +233,34 @@ def group_attend(model: Decoder, layout: Layout) -> Attend:
     return kind(layout, model.config, model.rope)
 
 
-class _Pausing:
-    """An ``attend`` after which ``pause`` is called, in the forward pass and in the backward pass, which takes twice
-    the time."""
+class _Pauses:
+    """Calls ``pause`` with the share that is done of so many ``passes`` through ``model``, of which a backward pass
+    counts as two. Work is in multiplications for each token: that of a ``layer``, and that of the ``head``."""
 
-    def __init__(self, attend: Attend, pause: Callable[[float], None], *, layers: int) -> None:
-        self._attend, self._pause = attend, pause
-        self._done, self._whole = 0, 3 * layers
+    def __init__(self, model: Decoder, pause: Callable[[float], None] | None, *, passes: int) -> None:
+        self._pause = pause
+        self.layer = sum(p.numel() for p in model.layers[0].parameters())
+        self.head = model.head.numel()
+        self._done, self._whole = 0, passes * (model.config.layers * self.layer + self.head)
 
-    def __call__(self, layer: int, qkv_TE: Tensor, q_norm_H: Tensor | None, k_norm_H: Tensor | None) -> Tensor:
-        o_TQ = self._attend(layer, qkv_TE, q_norm_H, k_norm_H)
-        o_TQ.register_hook(lambda grad: self._passed(2))
-        self._passed(1)
-        return o_TQ
+    def passed(self, work: int) -> None:
+        self._done += work
+        if self._pause is not None:
+            self._pause(self._done / self._whole)
 
-    def _passed(self, parts: int) -> None:
-        self._done += parts
-        self._pause(self._done / self._whole)
+    def after_layers(self, attend: Attend) -> Attend:
+        """``attend`` with a pause after it, in the forward pass and in the backward pass if there is one."""
+        if self._pause is None:
+            return attend
+
+        def paused(layer: int, qkv_TE: Tensor, q_norm_H: Tensor | None, k_norm_H: Tensor | None) -> Tensor:
+            o_TQ = attend(layer, qkv_TE, q_norm_H, k_norm_H)
+            if o_TQ.requires_grad:
+                o_TQ.register_hook(lambda grad: self.passed(2 * self.layer))
+            self.passed(self.layer)
+            return o_TQ
+
+        return paused
 
 
 @dataclass(frozen=True)

@@ -80,20 +80,20 @@ def footprint(config: ModelConfig, parameters: int, pipeline: Pipeline, shape: S
     copies = 1 + (pipeline.algorithm.beta > 0) + (pipeline.max_staleness > 0)
     states = 2 + (item < wide)
     kv_gib = pipeline.rollout.kv_gib
-    training = _training_peak(config, pipeline, shape, item)
+    activations, passing = _training(config, pipeline, shape, item)
     return Footprint(
         weights=copies * parameters * item,
         gradients=parameters * SUM_BYTES,
         optimizer=-(-states * parameters * wide // shape.workers),
         peak=max(
-            0 if shape.slices else training,
+            passing if shape.slices else activations + passing,
             _decoding_peak(config, pipeline, shape),
             SUM_BYTES * min(PIECE, parameters) if shape.workers > 1 else 0,  # sums that come in from others
         ),
         kv_wanted=blocks_wanted(config, pipeline, shape) * block_bytes(config, pipeline),
         kv_least=blocks_least(config, pipeline, shape) * block_bytes(config, pipeline),
         kv=int(kv_gib * GIB) if kv_gib is not None else 0,
-        training=training if shape.slices else 0,
+        training=activations if shape.slices else 0,
     )
 
 
@@ -190,9 +190,10 @@ def _requests(pipeline: Pipeline, workers: int) -> tuple[int, int]:
     return -(-prompts * parts // workers), -(-group // parts)
 
 
-def _training_peak(c: ModelConfig, pipeline: Pipeline, shape: Shape, item: int) -> int:
-    """What autograd keeps of one micro-batch, a chunk of logits with its gradient, and the gradients of the vocabulary:
-    of the head, in float32 at least, and of the embeddings. Those of layers come one by one and are small beside these.
+def _training(c: ModelConfig, pipeline: Pipeline, shape: Shape, item: int) -> tuple[int, int]:
+    """(What autograd keeps of one micro-batch; what comes and goes without a pause between: a chunk of logits with its
+    gradient, and the gradients of the vocabulary: of the head, in float32 at least, and of the embeddings). The
+    gradients of layers come one by one and are small beside these.
 
     A token keeps, per layer, about 4 hidden vectors, 3 QKV rows (projection, rotated, padded), 2 attention outputs and
     5 MLP rows; the sum is 4 to 20 % above what was measured for SmolLM2-135M with 1,024 to 4,096 tokens.
@@ -203,7 +204,7 @@ def _training_peak(c: ModelConfig, pipeline: Pipeline, shape: Shape, item: int) 
     activations = tokens * (c.layers * per_layer + 4 * c.hidden_size) * item
     wide = max(item, 4)
     logits = min(LOGITS_CHUNK, tokens * c.vocab_size) * wide
-    return activations + 2 * logits + c.vocab_size * c.hidden_size * (wide + item)
+    return activations, 2 * logits + c.vocab_size * c.hidden_size * (wide + item)
 
 
 def largest_micro_batch(pipeline: Pipeline, shape: Shape) -> int:
