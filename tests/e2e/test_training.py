@@ -18,10 +18,10 @@ def test_who_computes_which_micro_batch_changes_no_bit(tmp_path, monkeypatch, dt
     job = small_pipeline(dtype=dtype, steps=2, rollout__prompts=6, train__micro_tokens=60)
     compute = Trainer.micro_batch
 
-    def slow_on_the_first(self, *args):
+    def slow_on_the_first(self, *args, **named):
         if self.rank == 0:
             time.sleep(0.05)
-        return compute(self, *args)
+        return compute(self, *args, **named)
 
     def dealt_by(name):
         run = run_inline({"a": job}, tmp_path / name, workers=3)

@@ -313,7 +313,9 @@ def test_far_too_many_requests_are_answered_or_told_to_come_back():
 
     plan = Plan(wait_s=0.02, tokens=4)
     with FakeUpstream(plan=plan) as a, FakeUpstream(plan=plan) as b:
-        with gate(a.url, b.url, window=8, options=Options(max_queue=500)) as server:
+        # Upstreams, gateway and clients share two cores: a connection may take its time.
+        patient = Timeouts(connect_s=60, first_byte_s=60, idle_s=60)
+        with gate(a.url, b.url, window=8, options=Options(max_queue=500), timeouts=patient) as server:
             answers = asyncio.run(ask_all(server.url))
         statuses = [status for status, _ in answers]
         assert set(statuses) == {200, 429}
