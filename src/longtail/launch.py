@@ -18,6 +18,7 @@ from longtail.core.comm import CPU_COMMUNICATOR
 from longtail.core.config import Jobs
 from longtail.core.errors import ConfigError
 from longtail.core.events import Event, Note, RunEnded, RunStarted, Sink
+from longtail.core.types import trains_in_slices
 from longtail.costs import interference_file, store
 from longtail.costs.interference import Interference
 from longtail.costs.table import CostTable, TableKey
@@ -151,7 +152,7 @@ class Run:
             kv_heads=found.model.kv_heads,
             tables=_tables(checked, job_file, name, self._tables, company=company, tell=self.tell),
             company=company,
-            slices=checked.device == "cpu",
+            slices=trains_in_slices(checked.device),
             max_merges=policy.max_merges if policy.merge == "auto" else 0,
             may_widen=policy.widen == "auto",
         )

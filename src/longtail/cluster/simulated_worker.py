@@ -40,7 +40,7 @@ from longtail.cluster.messages import (
     Update,
 )
 from longtail.cluster.simulated_engine import Piece
-from longtail.cluster.simulated_tenant import Lengths, SimulatedTenant
+from longtail.cluster.simulated_tenant import EPSILON_S, Lengths, SimulatedTenant
 from longtail.cluster.simulated_together import Visit
 from longtail.cluster.spans import SpanRecorder
 from longtail.core.types import SubStage
@@ -53,7 +53,6 @@ __all__ = ["Lengths", "SimulatedWorker"]
 
 SPAN_S = 2.0
 """Spans are longer than those of real workers: nobody watches, and there may be thousands of workers."""
-EPSILON_S = 1e-9
 
 
 class SimulatedWorker:

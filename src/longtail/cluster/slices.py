@@ -25,12 +25,14 @@ class Slices(Generic[T]):
     """``work`` is called with a function that it calls now and then, with the share of it that is done: there a slice
     may end. All methods are for one thread, the same as long as the work lasts."""
 
+    result: T
+    """What the work returned, once it is over."""
+
     def __init__(self, work: Callable[[Callable[[float], None]], T]) -> None:
         self._work = work
         self._resume, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._until = 0.0
         self._cancelled = False
-        self._result: T | None = None
         self._error: BaseException | None = None
         self._threads = torch.get_num_threads()
         self._thread: threading.Thread | None = None
@@ -59,12 +61,6 @@ class Slices(Generic[T]):
                 del error
         return self.over
 
-    @property
-    def result(self) -> T:
-        """What the work returned, when it is over."""
-        assert self.over
-        return self._result  # type: ignore[return-value]
-
     def cancel(self) -> None:
         """End the work where it has paused; nothing happens if it is over, or was never begun."""
         if self._thread is not None and not self.over:
@@ -75,7 +71,7 @@ class Slices(Generic[T]):
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # a per-thread setting
         try:
-            self._result = self._work(self._pause)
+            self.result = self._work(self._pause)
         except Cancelled:
             pass
         except BaseException as error:

@@ -40,7 +40,7 @@ from longtail.cluster.messages import (
 from longtail.cluster.slices import Slices
 from longtail.core.comm import Communicator
 from longtail.core.errors import CapacityError
-from longtail.core.types import BURST_S, SLICE_S, Completion, Request, StepTotals, SubStage
+from longtail.core.types import BURST_S, SLICE_S, Completion, Request, StepTotals, SubStage, trains_in_slices
 from longtail.engine.blocks import BlockStore
 from longtail.engine.cargo import Cargo
 from longtail.engine.checkpoint import load_model
@@ -335,8 +335,8 @@ class Tenant:
         return Quantum(SubStage.TRAIN, step, tokens, batch.samples, [report])
 
     def _sliced(self, batch: MicroBatch, totals: StepTotals) -> Slices[MicroStats]:
-        """On CUDA one slice: there autograd has a thread of its own for all pipelines, which must not be held up."""
-        if self.model.device.type == "cpu":
+        """Where that cannot be, it is one slice."""
+        if trains_in_slices(self.model.device.type):
             return Slices(lambda pause: self.trainer.micro_batch(batch, totals, pause=pause))
         return Slices(lambda pause: self.trainer.micro_batch(batch, totals))
 

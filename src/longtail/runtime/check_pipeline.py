@@ -8,6 +8,7 @@ from pathlib import Path
 
 from longtail.core.config import Pipeline
 from longtail.core.errors import ConfigError, DataError, LongtailError
+from longtail.core.types import trains_in_slices
 from longtail.engine.checkpoint import check_model, count_parameters
 from longtail.engine.config import ModelConfig
 from longtail.engine.models import resolve_model
@@ -118,7 +119,7 @@ class _PipelineCheck:
         parameters = count_parameters(config)
         jobs = self.findings.job_file.jobs
         company = (submitted or len(jobs.pipelines) > 1) and jobs.policy.corun in ("auto", "greedy")
-        shape = Shape(longest, workers, company, slices=device == "cpu")
+        shape = Shape(longest, workers, company, slices=trains_in_slices(device))
         memory = footprint(config, parameters, self.pipeline, shape)
         return CheckedPipeline(folder, config, parameters, tokenizer, task, longest, memory, ranker=ranker)
 
