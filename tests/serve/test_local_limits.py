@@ -320,35 +320,37 @@ def test_a_client_that_goes_away_frees_its_lanes():
     serving(TINY, use)
 
 
-def broken_after(backend: LocalBackend, steps: int) -> None:
-    """The engine fails once, so many steps from now."""
-    thread = backend._thread
-    engine, step = thread._engine, thread._engine.step
+def broken(backend: LocalBackend, *, after: threading.Event | None = None) -> None:
+    """The engine fails once: in its next step, or once ``after`` is set, which it is slow to outrun."""
+    engine = backend._thread._engine
+    step = engine.step
 
-    def counting():
-        nonlocal steps
-        steps -= 1
-        if steps < 0:
+    def failing():
+        if after is None or after.wait(0.05):
             raise ValueError("boom")
         return step()
 
-    engine.step = counting
+    engine.step = failing
 
 
 def test_a_failing_engine_is_an_error_before_the_first_token_and_an_event_after_it():
     async def use(backend):
-        broken_after(backend, 0)
+        broken(backend)
         with pytest.raises(ApiError) as caught:
             await backend.answer(long_call(stream=True))
         assert (caught.value.status, caught.value.code) == (500, "engine_failure")
 
-        broken_after(backend, 5)
+        read = threading.Event()
+        broken(backend, after=read)
         reply = await backend.answer(long_call(stream=True))
+        read.set()
         events = await events_of(reply)
         assert json.loads(events[-1])["error"]["code"] == "engine_failure"
         assert (reply.outcome.failure, reply.outcome.output_tokens) == ("engine", None)
 
-        broken_after(backend, 5)
+        read.clear()
+        broken(backend, after=read)
+        asyncio.get_running_loop().call_later(0.5, read.set)
         with pytest.raises(ApiError) as caught:
             await backend.answer(long_call())
         assert caught.value.status == 500

@@ -47,10 +47,9 @@ class StepClock:
         """When the first stage was entered."""
         return next(iter(self._entered.values()), None)
 
-    def seconds(self) -> dict[str, float]:
-        """``wait_s``, ``rollout_s``, ``score_s``, ``train_s``, ``update_s`` (0 for a stage that was left out) and
-        ``time_s``, their sum."""
-        now = self._clock.time()
+    def seconds(self, now: float) -> dict[str, float]:
+        """Of a step that ends ``now``: ``wait_s``, ``rollout_s``, ``score_s``, ``train_s``, ``update_s`` (0 for a stage
+        that was left out) and ``time_s``, their sum."""
         times = dict.fromkeys(TIMES.values(), 0.0)
         for (stage, start), (_, end) in pairwise([*self._entered.items(), ("end", now)]):
             times[TIMES[stage]] += end - start
