@@ -13,7 +13,7 @@ import pytest
 
 from e2e.harness import run_inline, small_pipeline
 from e2e.test_invariants import assert_same_training
-from longtail.cluster import tenant
+from longtail.cluster import training
 from longtail.cluster.tenant import Tenant
 from longtail.core.events import Span
 from longtail.rl.trainer import Trainer
@@ -35,12 +35,12 @@ class Watch:
         train, sample, close = Tenant._train, Tenant._sample, Tenant.close
 
         def trained(this):
-            step, number, *_ = this._batches[0]
+            step, number = this._training.next
             if this.name == "a" and not self.held:
                 self.held = [weakref.ref(thing) for thing in (this, this.model, this.trainer.flat.grads)]
             quantum = train(this)
-            self.log.append((this.worker, number, this._slices is None))
-            if this._slices is not None and (this.name, step) == ("a", 1) and not self.fired:
+            self.log.append((this.worker, number, this._training.share is None))
+            if this._training.share is not None and (this.name, step) == ("a", 1) and not self.fired:
                 self.fired = True
                 self.when_paused()
             return quantum
@@ -50,11 +50,11 @@ class Watch:
             return sample(this, *args)
 
         def closed(this):
-            if this._slices is not None and 0 < this._slices.share < 1:
+            if 0 < (this._training.share or 0) < 1:
                 self.cancelled.append(this.name)
             close(this)
 
-        monkeypatch.setattr(tenant, "SLICE_S", 0.0)
+        monkeypatch.setattr(training, "SLICE_S", 0.0)
         for name, changed in (("_train", trained), ("_sample", sampled), ("close", closed)):
             monkeypatch.setattr(Tenant, name, changed)
 
@@ -74,9 +74,9 @@ def nothing_is_held(watch: Watch) -> bool:
 
 
 def test_slices_change_no_bit_of_what_is_learned_beside_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(tenant, "SLICE_S", math.inf)
+    monkeypatch.setattr(training, "SLICE_S", math.inf)
     whole = run_inline({"a": A, "b": B}, tmp_path / "whole", workers=2)
-    monkeypatch.setattr(tenant, "SLICE_S", 0.0)
+    monkeypatch.setattr(training, "SLICE_S", 0.0)
     sliced = run_inline({"a": A, "b": B}, tmp_path / "sliced", workers=2)
     for name in ("a", "b"):
         assert_same_training(whole, sliced, name)

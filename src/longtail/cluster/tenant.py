@@ -6,11 +6,9 @@ import copy
 import math
 import pickle
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -37,10 +35,10 @@ from longtail.cluster.messages import (
     Update,
     Updated,
 )
-from longtail.cluster.slices import Slices
+from longtail.cluster.training import Training
 from longtail.core.comm import Communicator
 from longtail.core.errors import CapacityError
-from longtail.core.types import BURST_S, SLICE_S, Completion, Request, StepTotals, SubStage, trains_in_slices
+from longtail.core.types import BURST_S, Completion, Request, SubStage
 from longtail.engine.blocks import BlockStore
 from longtail.engine.cargo import Cargo
 from longtail.engine.checkpoint import load_model
@@ -51,13 +49,10 @@ from longtail.engine.model import DTYPES
 from longtail.engine.switch_plan import How, Refusal, SwitchCosts, SwitchPlan, plan_switch
 from longtail.engine.tokenizer import Tokenizer
 from longtail.rl import checkpoint
-from longtail.rl.packing import MicroBatch
-from longtail.rl.trainer import MicroStats, Trainer
+from longtail.rl.trainer import Trainer
 
 MOST_STEPS = 64
 """Of a burst."""
-EXPECTING_S = 0.1
-"""So long after a micro-batch the next one is expected."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +71,6 @@ class Quantum:
     quanta: int = 1
     context: int = 0
     tp: int = 1
-
-
-class _ToTrain(NamedTuple):
-    """A micro-batch that waits: number ``number`` of ``step``."""
-
-    step: int
-    number: int
-    batch: MicroBatch
-    totals: StepTotals
 
 
 class Tenant:
@@ -115,8 +101,6 @@ class Tenant:
         self._broken = False
         self.beside = False
         """Whether other pipelines have work for the worker, too."""
-        self._hurries = self._more = False
-        self._trained_at = -math.inf
         self._accompanied = world > 1
         model = load_model(Path(command.weights), dtype=dtype, device=device)
         reference = load_model(Path(command.reference), dtype=dtype, device=device) if command.reference else None
@@ -138,11 +122,7 @@ class Tenant:
         self.store = BlockStore(model.config, blocks=command.kv_blocks, dtype=dtype, device=device)
         self.rollout = config.rollout
         self._started: dict[str, float] = {}
-        self._batches: deque[_ToTrain] = deque()
-        """The first of them may be under way, in ``_slices``."""
-        self._slices: Slices[MicroStats] | None = None
-        self._told = 0
-        self._shared = False
+        self._training = Training(self.trainer)
         self._shares = FairShare()
         self.engine = self._narrow_engine()
 
@@ -175,7 +155,7 @@ class Tenant:
             return False
         if self.group is not None:
             return self.follows or self.engine.has_work or self.group.has_orders
-        return self.engine.has_work or bool(self._batches)
+        return self.engine.has_work or bool(self._training)
 
     @property
     def next_substage(self) -> SubStage:
@@ -210,23 +190,21 @@ class Tenant:
         self.engine.add(request)
 
     def train(self, command: TrainBatches) -> None:
-        self._hurries, self._more = False, command.more
-        self._batches.extend(_ToTrain(command.step, number, batch, command.totals) for number, batch in command.batches)
+        self._training.add(command)
 
     def hurry(self, command: Hurry) -> None:
         """Micro-batches first, as long as there are any."""
-        self._hurries = any(batch.step == command.step for batch in self._batches)
+        self._training.hurry(command.step)
 
     @property
     def hurries(self) -> bool:
         """Whether other workers wait for what is next here."""
-        return self._hurries and bool(self._batches) and self.group is None
+        return self._training.hurries and self.group is None
 
     @property
     def expects(self) -> bool:
         """Whether its next micro-batch is on its way."""
-        expecting = self._more and not self._batches and self.group is None
-        return expecting and time.perf_counter() - self._trained_at < EXPECTING_S
+        return self._training.expects and self.group is None
 
     def refresh(self, command: Refresh) -> Quantum:
         """Sample with the present weights from now on."""
@@ -240,14 +218,11 @@ class Tenant:
         self.attempt = attempt
         self._forget_sequences()
         self.close()
-        self._batches.clear()
         self.trainer.zero_gradients()
 
     def close(self) -> None:
-        """End a micro-batch that is under way; its gradient is one of a part."""
-        if self._slices is not None:
-            self._slices.cancel()
-        self._slices = None
+        """Forget the micro-batches; the gradient of one that is under way is one of a part."""
+        self._training.end()
 
     def _forget_sequences(self) -> None:
         for request_id in self.engine.request_ids:
@@ -255,8 +230,8 @@ class Tenant:
         self._started.clear()
 
     def run_quantum(self) -> Quantum:
-        """A decode step or prefill chunk, and more of them while :data:`BURST_S` has time for them; or a training
-        micro-batch, or :data:`SLICE_S` of it; in a group, as many steps as the leader orders."""
+        """A decode step or prefill chunk, and more of them while :data:`BURST_S` has time for them; or a slice of
+        a training micro-batch; in a group, as many steps as the leader orders."""
         if self.group is not None:
             return self._burst(self.group)
         waiting, work = self._waiting, self._next
@@ -268,7 +243,7 @@ class Tenant:
     @property
     def _waiting(self) -> list[SubStage]:
         """What there is to do, on its own: sampling (as ``decode``), training, or both."""
-        return [SubStage.DECODE] * self.engine.has_work + [SubStage.TRAIN] * bool(self._batches)
+        return [SubStage.DECODE] * self.engine.has_work + [SubStage.TRAIN] * bool(self._training)
 
     @property
     def _next(self) -> str:
@@ -315,30 +290,21 @@ class Tenant:
 
     def _train(self) -> Quantum:
         """A slice of the next micro-batch."""
-        step, number, batch, totals = self._batches[0]
-        if self._slices is None:
-            self._slices = self._sliced(batch, totals)
-            self._told, self._shared = 0, False
-        self._shared |= self.beside or self.engine.has_work
-        over = self._slices.run(SLICE_S)
-        told = batch.tokens if over else int(batch.tokens * self._slices.share)
-        tokens, self._told = told - self._told, told
-        if not over:
-            return Quantum(SubStage.TRAIN, step, tokens, batch.samples, [])
-        stats, self._slices = self._slices.result, None
-        self._batches.popleft()
-        self._trained_at = time.perf_counter()
-        report = Trained(
-            worker=self.worker, pipeline=self.name, attempt=self.attempt, step=step, number=number, stats=stats,
-            shared=self._shared,
-        )  # fmt: skip
-        return Quantum(SubStage.TRAIN, step, tokens, batch.samples, [report])
-
-    def _sliced(self, batch: MicroBatch, totals: StepTotals) -> Slices[MicroStats]:
-        """Where that cannot be, it is one slice."""
-        if trains_in_slices(self.model.device.type):
-            return Slices(lambda pause: self.trainer.micro_batch(batch, totals, pause=pause))
-        return Slices(lambda pause: self.trainer.micro_batch(batch, totals))
+        done = self._training.run(company=self.beside or self.engine.has_work)
+        reports: list[Report] = []
+        if done.stats is not None:
+            reports.append(
+                Trained(
+                    worker=self.worker,
+                    pipeline=self.name,
+                    attempt=self.attempt,
+                    step=done.step,
+                    number=done.number,
+                    stats=done.stats,
+                    shared=done.shared,
+                )
+            )
+        return Quantum(SubStage.TRAIN, done.step, done.tokens, done.samples, reports)
 
     def update(self, command: Update, comm: Communicator) -> Quantum:
         """Reduce gradients with the other members of the lease and apply the optimizer. Raises ``PeerLost``."""

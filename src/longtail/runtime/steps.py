@@ -217,7 +217,9 @@ class Steps:
 
     def _finish_step(self) -> None:
         step, now = self._under_way.popleft(), self._time.time()
-        metrics = step.batch.metrics() | step.finish() | step.metrics | self.training.metrics() | step.clock.seconds(now)
+        metrics = (
+            step.batch.metrics() | step.finish() | step.metrics | self.training.metrics() | step.clock.seconds(now)
+        )
         # Steps that overlap do not count the same seconds twice.
         took_s = max(now - max(now - metrics["time_s"], self._last_end), 1e-9)
         metrics["tokens_per_s"] = metrics["tokens"] / took_s
