@@ -275,6 +275,7 @@ class _Processes:
             initargs=(str(log_path), str(self._pids), os.getpid()),
             context=_Context(),
         )
+        _read_before_looking(self.pool)
 
     def end(self) -> None:
         """Kill all processes and what they started."""
@@ -293,6 +294,34 @@ class _Processes:
 
     def _leaders(self) -> set[int]:
         return {int(path.name) for path in self._pids.iterdir()} if self._pids.is_dir() else set()
+
+
+def _read_before_looking(pool: ProcessPool) -> None:
+    """Have ``pool`` read what processes have said before it looks into who has died.
+
+    One thread of pebble's reads, another looks. Where the first is late, a process that has said which call it took and
+    died in it seems to have died idle: that call is then given up without a reason, or waits for its time-out, and
+    calls of other processes fail with it.
+    """
+    manager, lock = pool._pool_manager, threading.RLock()
+    workers, read = manager.worker_manager, manager.process_next_message
+
+    def process_next_message(timeout: float) -> None:
+        with suppress(OSError):
+            workers.pool_channel.poll(timeout)
+        with lock:
+            read(0)
+
+    def update_workers() -> None:
+        with lock:
+            dead = workers.inspect_workers()
+            while dead and workers.pool_channel.poll(0):
+                read(0)
+        for expiration in dead:
+            manager.handle_worker_expiration(expiration)
+        workers.create_workers()
+
+    manager.process_next_message, manager.update_workers = process_next_message, update_workers
 
 
 def end_sessions(leaders: set[int], *, spare: int | None = None) -> None:
