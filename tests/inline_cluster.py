@@ -41,7 +41,7 @@ class InlineCluster:
                 kind=self.communicator,
                 host="here",
                 interface_address="127.0.0.1",
-                timeout_s=20.0,
+                timeout_s=120.0,
             )
 
         return connect
@@ -87,4 +87,4 @@ class InlineCluster:
         for worker in self._slots.values():
             worker.die()
         for thread in self._threads:
-            thread.join(timeout=10)
+            thread.join(timeout=60)

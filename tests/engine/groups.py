@@ -21,7 +21,7 @@ from longtail.engine.model import Decoder
 from longtail.engine.shard import shard_of
 from longtail.engine.shm import ShmCommunicator
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=120)
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "longtail.engine.engine"])
 _names = itertools.count()

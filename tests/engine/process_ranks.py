@@ -26,7 +26,7 @@ from longtail.engine.shm import SPINS, ShmCommunicator, arrive, wait
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "longtail.engine.shm"])
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=120)
 
 
 def connect(kind: str, folder: Path, rank: int, size: int, timeout: timedelta = TIMEOUT):
@@ -51,7 +51,7 @@ def in_processes(target, kind: str, size: int, folder: Path, *, present: int | N
     for p in processes:
         p.start()
     for p in processes:
-        p.join(120)
+        p.join(240)
     found = {}
     while not results.empty():
         rank, value = results.get()

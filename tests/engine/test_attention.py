@@ -13,6 +13,11 @@ from longtail.engine.model import RopeTable
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers():
+    torch.manual_seed(0)
+
+
 class Side:
     """One implementation over a pool of its own."""
 

@@ -18,6 +18,11 @@ CONFIGS = {
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers():
+    torch.manual_seed(0)
+
+
 def weights(*shapes, dtype=torch.float32):
     return [torch.randn(*shape, dtype=dtype) for shape in shapes]
 

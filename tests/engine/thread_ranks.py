@@ -29,7 +29,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=120)
         self.table: list[Any] = [None] * size
 
 

@@ -33,7 +33,7 @@ print("alive")
 def full_disk(folder: Path, *extra: str) -> subprocess.CompletedProcess:
     tests = str(Path(__file__).parent.parent)
     command = [sys.executable, "-c", SCRIPT, str(folder), tests, *extra]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
 
 
 def test_a_full_disk_gives_one_warning_then_one_at_the_end_and_the_run_goes_on(tmp_path):

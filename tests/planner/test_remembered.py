@@ -48,21 +48,21 @@ def state(table: CostTable, *, seed: int) -> ClusterState:
 
 def test_a_decision_is_the_same_after_any_others() -> None:
     table = costs()
-    first = share(state(table, seed=0), budget_s=60.0)
+    first = share(state(table, seed=0), clock=lambda: 0.0)
     for seed in range(1, 4):
-        share(state(table, seed=seed), budget_s=60.0)
-    assert share(state(table, seed=0), budget_s=60.0) == first
-    assert share(state(costs(), seed=0), budget_s=60.0) == first
+        share(state(table, seed=seed), clock=lambda: 0.0)
+    assert share(state(table, seed=0), clock=lambda: 0.0) == first
+    assert share(state(costs(), seed=0), clock=lambda: 0.0) == first
 
 
 def test_costs_that_have_changed_are_taken_as_they_are_now() -> None:
     table = costs()
     now = state(table, seed=0)
-    before = share(now, budget_s=60.0)
+    before = share(now, clock=lambda: 0.0)
     slow = replace(table, train_token_s=0.5)
     changed = replace(now, pipelines=tuple(replace(p, costs=slow) for p in now.pipelines))
-    fresh = share(state(replace(costs(), train_token_s=0.5), seed=0), budget_s=60.0)
-    assert share(changed, budget_s=60.0) == fresh != before
+    fresh = share(state(replace(costs(), train_token_s=0.5), seed=0), clock=lambda: 0.0)
+    assert share(changed, clock=lambda: 0.0) == fresh != before
 
 
 @pytest.mark.parametrize("workers", [2, 16, 100])

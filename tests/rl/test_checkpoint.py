@@ -311,7 +311,7 @@ def test_kill_9_while_saving_leaves_the_newest_complete_one(source, tmp_path):
         started = PROCESSES.Event()
         process = PROCESSES.Process(target=_save_forever, args=(str(tmp_path), str(source), started))
         process.start()
-        assert started.wait(60)
+        assert started.wait(240)
         process.join(delay)  # a random moment of its endless saving
         os.kill(process.pid, signal.SIGKILL)
         process.join()

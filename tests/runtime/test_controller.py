@@ -183,7 +183,7 @@ def test_a_controller_that_keeps_running_waits_for_pipelines_from_another_thread
 
     def come() -> None:
         world.submit("a", pipeline(steps=1))
-        assert one_has_ended.wait(30)
+        assert one_has_ended.wait(240)
         world.submit("b", pipeline(steps=1))
 
     thread = threading.Thread(target=come)

@@ -101,4 +101,4 @@ def test_a_worker_gets_its_share_of_memory_or_the_smallest_gpu():
 def test_this_machine_can_be_looked_at():
     machine = inspect_machine()
     assert machine.cores >= 1
-    assert 0 < machine.free_bytes <= machine.memory_bytes
+    assert 0 <= machine.free_bytes <= machine.memory_bytes

@@ -26,7 +26,7 @@ from typing import Any
 from longtail.core.errors import PeerLost
 
 _NOTE_BYTES = 16 * 1024
-_HELLO_S = 5.0
+_HELLO_S = 60.0
 """How long one who connects may take to say who it is."""
 _RETRY_S = 0.005
 _LOOK_S = 0.1
@@ -59,6 +59,8 @@ class Peers:
             try:
                 socket.send_fds(link, [json.dumps(note).encode()], [] if fd is None else [fd])
             except OSError as error:
+                for other in self._links.values():
+                    _tell(other, {"refused": f"rank {peer} is gone"})
                 raise PeerLost(f"rank 0 of {self.size} lost a peer: rank {peer} is gone") from error
 
     def take(self, timeout_s: float) -> tuple[dict[str, Any], int | None]:

@@ -6,7 +6,8 @@ time, who may form tensor-parallel groups, and whether pipelines run side by sid
 learned.
 
 Invariants: with one pipeline left nothing is decided, and it has everything; a pipeline of which nothing is known yet
-(its costs are not measured) counts as one that needs all workers.
+(its costs are not measured) counts as one that needs all workers; on a virtual clock, which stands still meanwhile,
+thinking takes no time, so that equal runs have equal decisions.
 """
 
 from __future__ import annotations
@@ -111,19 +112,17 @@ class Conductor:
         if seen == self._seen and now < self._look_at:
             return
         self._seen = seen
-        start = time.perf_counter()
         states = {d.name: d.state(self._clock.time()) for d in live}
         self._unknown = frozenset(name for name, state in states.items() if state is None)
         known = tuple(state for state in states.values() if state is not None)
         if known:
             sharing = self._decide(known)
-            seconds = time.perf_counter() - start
-            self._carry_out(sharing, now, seconds)
+            self._carry_out(sharing, now, seconds=self._clock.monotonic() - now)
         if len(live) < 2 and all(
             s is None or s.stage is not Stage.ROLLOUT or self._everywhere(s) for s in states.values()
         ):
             self._alone(live)
-        self._look_at = now + max(LOOK_EVERY_S, THINKING_SHARE * (time.perf_counter() - start))
+        self._look_at = now + max(LOOK_EVERY_S, THINKING_SHARE * (self._clock.monotonic() - now))
 
     def _own_costs(self, pipeline: str) -> KnownCosts | None:
         driver = self._drivers.get(pipeline)
@@ -144,6 +143,7 @@ class Conductor:
             merge=self._policy.merge == "auto",
             budget_s=BUDGET_S,
             trust=self._trusted,
+            clock=self._clock.monotonic,
         )
         typical = tuple((p.name, p.steps_left) for p in known)
         if self._general is None or typical != self._typical:
