@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 
@@ -478,6 +479,47 @@ def test_work_in_turns_has_its_share_and_pays_for_cold_caches_only_when_it_retur
     # In the time of one long quantum: n short ones, of which the first finds cold caches.
     n = (0.12 * share / (1.0 - share) - 0.02) / 0.01
     assert short == pytest.approx(1.0 + 2.0 / n, rel=0.25)
+
+
+@pytest.mark.parametrize("slow", range(31))
+@pytest.mark.parametrize("what", ["one model", "two models"])
+def test_a_moment_in_which_the_machine_was_slow_is_no_effect_of_company(monkeypatch, what, slow):
+    """Whichever measurement it hits; and without one (30: none is the 30th) the effect is as it is."""
+    together = Together(LocalCommunicator())
+    together.size = 2
+    measured = iter(range(10**6))
+
+    def hiccup() -> float:
+        return 25.0 if next(measured) == slow else 1.0
+
+    def beside(_, even, odd):
+        factor = hiccup()
+        return factor * 0.01 * (1.3 if odd() > even() else 1.0), factor * 0.01
+
+    monkeypatch.setattr(measure_interference, "beside", beside)
+    monkeypatch.setattr(measure_interference, "alone", lambda _, classes: dict.fromkeys(classes, 0.01 * hiccup()))
+    monkeypatch.setattr(measure_interference, "_after", lambda *_: 0.011 * hiccup())
+    light, heavy = {"light": lambda: 1.0}, {"heavy": lambda: 2.0}
+    if what == "two models":
+        ours, theirs = measure_interference.beside_neighbours(together, light, heavy, lambda *_: None)
+        factors = ours["light"]["heavy"], theirs["heavy"]["light"]
+        hit = slow < 9
+    else:
+        same, near = measure_interference.within_model(together, light | heavy, lambda *_: None)
+        assert same["light"]["heavy"] in (1.0, pytest.approx(1.1))
+        assert near["light"]["light"] == 1.0
+        factors = near["light"]["heavy"], near["heavy"]["light"]
+        hit = slow < 18
+    assert factors[0] in ((1.0, pytest.approx(1.3)) if hit else (pytest.approx(1.3),))
+    assert factors[1] == 1.0
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5))
+def test_what_rounds_agree_on_is_believed(ratios):
+    found = measure_interference.consistent(ratios)
+    assert found in (1.0, *ratios)
+    assert all(abs(math.log(found)) <= abs(math.log(ratio)) for ratio in ratios)
+    assert found != 1.0 or min(ratios) <= 1.0 <= max(ratios)
 
 
 def test_work_that_does_not_mind_company_has_a_factor_of_one(monkeypatch):

@@ -322,14 +322,9 @@ class _Profile:
         group = self._group(1)
         with contextlib.ExitStack() as stack:
             classes = work_classes(self.tenant, group.room, self._sizes(group, prefill, train_token_s, decode), stack)
-            self._say("interference: each kind of work alone")
-            alone_s = interference.alone(self.together, classes)
-            self._say("interference: in turns on one worker", 0.2)
-            same = interference.in_turns(self.together, classes, alone_s)
-            self._say("interference: beside neighbours", 0.5)
-            if self.together.size == 1:
-                return same, {}
-            return same, interference.beside_neighbours(self.together, classes, alone_s)
+            return interference.within_model(
+                self.together, classes, tell=lambda what, share: self._say(f"interference: {what}", share)
+            )
 
     def _sizes(self, group: _Group, prefill: PrefillCosts, train_token_s: float, decode: DecodeGrid) -> Sizes:
         contexts = group.points.contexts

@@ -1,6 +1,8 @@
 """How much longer work takes beside other work: on a neighbouring worker, or in turns with it on the same worker.
 
 Neighbours share the memory's bandwidth and the last cache; quanta in turns on one worker leave each other cold caches.
+The machine's own speed varies by more than that from one second to the next, so what is compared is measured close
+together, in several rounds, and believed as far as they agree (:func:`consistent`).
 """
 
 from __future__ import annotations
@@ -8,8 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from itertools import combinations_with_replacement, permutations
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, permutations, product
 
 from longtail.cluster.fair import FairShare
 from longtail.cluster.measure_together import Together, Work
@@ -17,12 +19,72 @@ from longtail.core.types import BURST_S
 
 Classes = Mapping[str, Work]
 Slowdowns = dict[str, dict[str, float]]
+Ratios = dict[tuple[str, str], list[float]]
 WINDOW_QUANTA = 4
 """A window lasts for so many quanta of the slower class."""
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.05, 3.0
+TURNS = 3
 ROUNDS, ROUND_CYCLES, ROUNDS_S = 3, 2, 1.0
-"""Of quanta by share: the median round counts, in which each share has about so many turns of the one that has fewest;
-fewer of both where quanta are long, so that all rounds of a share take about so many seconds, or one cycle."""
+"""Everything is measured in so many rounds. Of quanta by share, each share has in a round about so many turns of the
+one that has fewest; fewer of both where quanta are long, so that all rounds of a share take about so many seconds, or
+one cycle."""
+
+
+def within_model(
+    together: Together, classes: Classes, tell: Callable[[str, float], None]
+) -> tuple[Slowdowns, Slowdowns]:
+    """(in turns, beside neighbours): ``[a][b]`` is how many times longer than alone a takes when each of its quanta
+    follows one of b on the first worker, and while neighbours run b (nothing for a single worker)."""
+    turns: Ratios = {pair: [] for pair in permutations(classes, 2)}
+    like: dict[str, list[float]] = {name: [] for name in classes}
+    pairs: dict[tuple[str, str], list[tuple[float, float]]] = {pair: [] for pair in combinations(classes, 2)}
+    for n in range(ROUNDS):
+        tell("each kind of work alone", n / ROUNDS)
+        alone_s = alone(together, classes)
+        tell("in turns on one worker", (n + 0.2) / ROUNDS)
+        for (a, b), ratios in turns.items():
+            ratios.append(_after(together, classes[b], classes[a]) / alone_s[a])
+        if together.size == 1:
+            continue
+        tell("beside neighbours", (n + 0.6) / ROUNDS)
+        for name, (even_s, _) in _beside_like(together, classes, classes, pairs).items():
+            like[name].append(even_s / alone_s[name])
+    same: Slowdowns = {name: {} for name in classes}
+    for (a, b), ratios in turns.items():
+        same[a][b] = consistent(ratios)
+    if together.size == 1:
+        return same, {}
+    near: Slowdowns = {name: {name: consistent(like[name])} for name in classes}
+    for (a, b), found in pairs.items():
+        near[a][b] = near[a][a] * consistent([f for f, _ in found])
+        near[b][a] = near[b][b] * consistent([f for _, f in found])
+    return same, near
+
+
+def beside_neighbours(
+    together: Together, first: Classes, second: Classes, tell: Callable[[str, float], None]
+) -> tuple[Slowdowns, Slowdowns]:
+    """Of each side: ``[a][b]`` is how many times longer a takes while neighbours run b of the other side, than while
+    they run a too."""
+    pairs: dict[tuple[str, str], list[tuple[float, float]]] = {pair: [] for pair in product(first, second)}
+    for n in range(ROUNDS):
+
+        def say(what: str, share: float, done: int = n) -> None:
+            tell(what, (done + share) / ROUNDS)
+
+        _beside_like(together, first, second, pairs, say)
+    ours: Slowdowns = {a: {} for a in first}
+    theirs: Slowdowns = {b: {} for b in second}
+    for (a, b), found in pairs.items():
+        ours[a][b], theirs[b][a] = consistent([f for f, _ in found]), consistent([f for _, f in found])
+    return ours, theirs
+
+
+def consistent(ratios: Sequence[float]) -> float:
+    """Of what the same comparison came to in several rounds, that which is nearest to 1; and 1 if they disagree on who
+    is faster: a moment in which the machine was slow for everybody is not to be taken for an effect of company."""
+    low, high = min(ratios), max(ratios)
+    return low if low > 1.0 else min(high, 1.0)
 
 
 def alone(together: Together, classes: Classes) -> dict[str, float]:
@@ -35,18 +97,6 @@ def alone(together: Together, classes: Classes) -> dict[str, float]:
     return seconds
 
 
-def beside_neighbours(
-    together: Together, classes: Classes, alone_s: Mapping[str, float]
-) -> dict[str, dict[str, float]]:
-    """``[a][b]``: how many times longer a takes while neighbours run b: every second worker runs a, the others b."""
-    slowdowns: Slowdowns = {name: {} for name in classes}
-    for a, b in combinations_with_replacement(classes, 2):
-        seconds = beside(together, classes[a], classes[b])
-        slowdowns[b][a] = seconds[1] / alone_s[b]
-        slowdowns[a][b] = seconds[0] / alone_s[a]
-    return slowdowns
-
-
 def beside(together: Together, even: Work, odd: Work) -> tuple[float, float]:
     """Median seconds of a quantum of each, while every second of at least two workers runs ``even``, the others
     ``odd``."""
@@ -57,14 +107,29 @@ def beside(together: Together, even: Work, odd: Work) -> tuple[float, float]:
     return statistics.median(times[::2]), statistics.median(times[1::2])
 
 
-def in_turns(together: Together, classes: Classes, alone_s: Mapping[str, float]) -> Slowdowns:
-    """``[a][b]``: how many times longer a takes when each of its quanta follows one of b, on the first worker."""
-    slowdowns: Slowdowns = {name: {} for name in classes}
-    for a, b in permutations(classes, 2):
-        times = [(classes[b](), classes[a]())[1] for _ in range(WINDOW_QUANTA)] if together.rank == 0 else []
-        together.barrier()
-        slowdowns[a][b] = together.all(statistics.median(times) if times else 0.0)[0] / alone_s[a]
-    return slowdowns
+def _beside_like(
+    together: Together,
+    first: Classes,
+    second: Classes,
+    pairs: Mapping[tuple[str, str], list[tuple[float, float]]],
+    tell: Callable[[str, float], None] = lambda what, share: None,
+) -> dict[str, tuple[float, float]]:
+    """One round of ``pairs``: to each is added how many times longer its two take beside each other than beside their
+    like. Returns what :func:`beside` says of each of ``first`` beside its like."""
+    like = {name: beside(together, work, work) for name, work in first.items()}
+    like_second = like if second is first else {name: beside(together, work, work) for name, work in second.items()}
+    for n, ((a, b), ratios) in enumerate(pairs.items()):
+        tell(f"{a}, {b}", n / len(pairs))
+        even_s, odd_s = beside(together, first[a], second[b])
+        ratios.append((even_s / like[a][0], odd_s / like_second[b][1]))
+    return like
+
+
+def _after(together: Together, before: Work, work: Work) -> float:
+    """Median seconds of ``work`` on the first worker, each time after ``before``."""
+    times = [(before(), work())[1] for _ in range(TURNS)] if together.rank == 0 else []
+    together.barrier()
+    return together.all(statistics.median(times) if times else 0.0)[0]
 
 
 def in_shares(together: Together, first: Work, second: Work, shares: Sequence[float]) -> list[tuple[float, float]]:
@@ -89,7 +154,7 @@ def _factors(first: Work, second: Work, shares: Sequence[float]) -> list[tuple[f
         for share, found in zip(shares, factors, strict=True):
             a_s, b_s = _means_s([first, second], [share, 1.0 - share], window_s)
             found.append((a_s / alone_s[0], b_s / alone_s[1]))
-    return [(statistics.median(a for a, _ in found), statistics.median(b for _, b in found)) for found in factors]
+    return [(consistent([a for a, _ in found]), consistent([b for _, b in found])) for found in factors]
 
 
 def _means_s(works: Sequence[Work], shares: Sequence[float], window_s: float) -> list[float]:

@@ -38,7 +38,11 @@ def measure_pair(
         tell("sizes of quanta", 0.0)
         mine, other = (quick_classes(tenant, together, QUANTUM_S, stack) for tenant in (first, second))
         same = _in_turns(together, mine, other, tell)
-        neighbour = _beside(together, mine, other, tell) if together.size > 1 else ({}, {})
+        neighbour: tuple[FactorBy, FactorBy] = ({}, {})
+        if together.size > 1:
+            neighbour = interference.beside_neighbours(
+                together, mine, other, tell=lambda what, share: tell(f"beside neighbours: {what}", 0.8 + 0.2 * share)
+            )
     for tenant, before in zip((first, second), free, strict=True):
         tenant.store.check()
         assert tenant.store.free == before, f"profiling took {before - tenant.store.free} KV blocks of {tenant.name}"
@@ -67,21 +71,6 @@ def _in_turns(together: Together, mine: Classes, other: Classes, tell: Tell) -> 
             by_share = interference.in_shares(together, work, beside, SHARES)
             ours[a][b] = _shared([factor for factor, _ in by_share])
             theirs[b][a] = _shared([factor for _, factor in reversed(by_share)])
-    return ours, theirs
-
-
-def _beside(together: Together, mine: Classes, other: Classes, tell: Tell) -> tuple[FactorBy, FactorBy]:
-    """Of each side: ``[a][b]`` is how many times longer a takes while neighbours run b of the other side, than while
-    they run a too."""
-    ours: FactorBy = {a: {} for a in mine}
-    theirs: FactorBy = {b: {} for b in other}
-    say = _counted(tell, "beside neighbours", len(mine) * len(other), 0.8, 1.0)
-    for a, work in mine.items():
-        for b, neighbours in other.items():
-            say(f"{a}, {b}")
-            even_s, odd_s = interference.beside(together, work, neighbours)
-            ours[a][b] = even_s / interference.beside(together, work, work)[0]
-            theirs[b][a] = odd_s / interference.beside(together, neighbours, neighbours)[1]
     return ours, theirs
 
 
