@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -99,8 +100,9 @@ class Server:
         self._http.server_close()
 
 
-def free_port() -> int:
-    """A port of this machine on which nothing listens."""
+@contextlib.contextmanager
+def silent_port() -> Iterator[int]:
+    """A port of this machine on which nothing listens; until the end of the ``with`` nobody else can have it."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+        yield s.getsockname()[1]

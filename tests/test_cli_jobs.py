@@ -223,7 +223,7 @@ class Up:
         started = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
         self.process.send_signal(number)
         code = self.process.wait(WITHIN_S)
-        _, alive = psutil.wait_procs(started[1:], timeout=15)
+        _, alive = psutil.wait_procs(started[1:], timeout=60)
         assert not alive, [" ".join(p.cmdline()) for p in alive if p.is_running()]
         return code
 
@@ -262,7 +262,7 @@ def test_jobs_come_and_go_and_each_learns_the_same_bits_as_alone():
     children = psutil.Process(up.process.pid).children(recursive=True)
     up.process.kill()
     up.process.wait()
-    psutil.wait_procs(children, timeout=15)
+    psutil.wait_procs(children, timeout=60)
     assert invoke("jobs").exit_code == 2
     again = Up()
     again.until(lambda: again.job("chains").state == "running")

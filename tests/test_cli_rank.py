@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -430,14 +433,14 @@ def test_from_server_refuses_wrong_input_before_asking(monkeypatch):
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_collected():
     prompts = write("p.txt", [f"prompt {i}" for i in range(500)])
+    asked, over = count(1), threading.Event()
 
-    def slow(request):
-        import time
-
-        time.sleep(0.05)
+    def ten(request):
+        if next(asked) > 10:
+            over.wait()
         return answer(5)
 
-    with Server(slow) as server:
+    with Server(ten) as server:
         process = subprocess.Popen(
             [sys.executable, "-c", "from longtail.cli import app; app()", "rank", "from-server", server.url,
              "--prompts", prompts, "--out", "o.jsonl", "--concurrency", "2"],
@@ -446,8 +449,10 @@ def test_ctrl_c_keeps_what_was_collected():
         )  # fmt: skip
         while not (Path("o.jsonl").exists() and Path("o.jsonl").stat().st_size > 500):
             assert process.poll() is None
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
+        over.set()
     assert process.returncode == 130
     kept = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
     assert f"interrupted: {len(kept)} new answers are kept" in errors

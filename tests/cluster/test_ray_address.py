@@ -13,5 +13,5 @@ def test_an_address_without_ray_is_refused_with_what_to_do(form):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = form.format(s.getsockname()[1])
-    with pytest.raises(CapacityError, match=r"nothing answers there .*ray start"):
-        RayCluster(workers=1, threads=1, address=address, tell=print)
+        with pytest.raises(CapacityError, match=r"nothing answers there .*ray start"):
+            RayCluster(workers=1, threads=1, address=address, tell=print)

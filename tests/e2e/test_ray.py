@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,24 +19,46 @@ from safetensors.torch import load_file
 from longtail.core.events import Event, Rollback, RunEnded, Span, StageEntered, StepEnded, WorkerLost
 from longtail.observe.store import read_events
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 JOBS = """\
 workers: 2
 pipelines:
-  words: {model: tiny, task: reverse-text, steps: 6, seed: 3,
+  words: {model: tiny, task: reverse-text, steps: 6, seed: 3, reward: gate:score, reward_timeout_s: 600,
           algorithm: {group_size: 4}, rollout: {prompts: 6, max_tokens: 48}, train: {lr: 1e-3}, checkpoint: {every: 2}}
   chains: {model: tiny, task: collatz, steps: 3,
            algorithm: {group_size: 4}, rollout: {prompts: 4, max_tokens: 96}, train: {lr: 1e-3}, checkpoint: {every: 1}}
 """
+REWARD = """\
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def score(completions, **columns):
+    with (HERE / "calls").open("ab") as calls:
+        calls.write(b".")
+    while (HERE / "hold").exists() and (HERE / "calls").stat().st_size > 18:
+        time.sleep(0.02)
+    return [float(len(set(c))) for c in completions]
+"""
+"""Called once for each prompt: where there is a file `hold`, step 3 of `words`, counted from 0, does not end."""
+WITHIN_S = 400.0
 
 
 class Run:
-    """A `longtail run` process in a folder of its own, with access to its log and its children."""
+    """A `longtail run` process in a folder of its own, with access to its log and its children.
 
-    def __init__(self, folder: Path, jobs: str = JOBS) -> None:
+    With ``held``, `words` waits in step 3 until :meth:`let_go`.
+    """
+
+    def __init__(self, folder: Path, jobs: str = JOBS, *, held: bool = False) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "jobs.yaml").write_text(jobs)
+        (folder / "gate.py").write_text(REWARD)
+        self._hold = folder / "hold"
+        if held:
+            self._hold.touch()
         self.folder = folder / "runs" / "jobs"
         self.listening: set[str] = set()
         self._seen = sum(1 for _ in self.events())
@@ -52,7 +75,7 @@ class Run:
     def events(self) -> Iterator[Event]:
         return read_events(self.folder) if (self.folder / "events.jsonl").exists() else iter(())
 
-    def wait_for(self, wanted: Callable[[Event], bool], timeout_s: float = 120) -> None:
+    def wait_for(self, wanted: Callable[[Event], bool], timeout_s: float = WITHIN_S) -> None:
         """Until this start of the run has logged such an event."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -66,20 +89,35 @@ class Run:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def workers(self) -> list[psutil.Process]:
-        return [p for p in self.descendants() if "ray::RayWorker" in " ".join(p.cmdline())]
+        return [p for p in self.descendants() if "ray::RayWorker" in command_line(p)]
 
-    def end(self, timeout_s: float = 180) -> tuple[int, str]:
+    def let_go(self) -> None:
+        self._hold.unlink()
+
+    def end(self, timeout_s: float = WITHIN_S) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output
+
+
+def command_line(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):  # it has ended
+        return " ".join(process.cmdline())
+    return ""
+
+
+def listens_at(process: psutil.Process) -> set[str]:
+    with contextlib.suppress(psutil.Error):
+        return {c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
+    return set()
 
 
 def in_rollout(step: int) -> Callable[[Event], bool]:
     return lambda e: isinstance(e, StageEntered) and (e.pipeline, e.step, e.stage) == ("words", step, "rollout")
 
 
-def assert_all_gone(processes: list[psutil.Process], timeout_s: float = 15) -> None:
+def assert_all_gone(processes: list[psutil.Process], timeout_s: float = 60) -> None:
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    assert not alive, [" ".join(p.cmdline()) for p in alive if p.is_running()]
+    assert not alive, [command_line(p) for p in alive if p.is_running()]
 
 
 def losses(run: Run, pipeline: str) -> dict[int, float]:
@@ -96,10 +134,11 @@ def assert_same_result(run: Run, undisturbed: Run) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Run:
-    run = Run(tmp_path_factory.mktemp("undisturbed"))
+    run = Run(tmp_path_factory.mktemp("undisturbed"), held=True)
     run.wait_for(in_rollout(0))
     processes = run.descendants()
-    run.listening = {c.laddr.ip for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+    run.listening = set().union(*map(listens_at, processes))
+    run.let_go()
     code, output = run.end()
     assert code == 0, output
     assert "words" in output
@@ -143,11 +182,12 @@ def test_checkpoints_load_in_transformers_and_give_the_same_logits(undisturbed):
 
 
 def test_a_driver_killed_during_a_step_resumes_to_the_same_losses_and_weights(undisturbed, tmp_path):
-    first = Run(tmp_path / "run")
+    first = Run(tmp_path / "run", held=True)
     first.wait_for(in_rollout(3))
     processes = first.descendants()
     first.process.kill()
     first.end()
+    first.let_go()
     assert_all_gone(processes)
     second = Run(tmp_path / "run")
     code, output = second.end()
@@ -158,9 +198,10 @@ def test_a_driver_killed_during_a_step_resumes_to_the_same_losses_and_weights(un
 
 def test_a_worker_killed_during_a_tensor_parallel_step_is_replaced_and_changes_nothing(undisturbed, tmp_path):
     """The undisturbed run samples narrow, since its two pipelines always have work for both workers."""
-    run = Run(tmp_path / "run", JOBS.replace("max_tokens: 48", "max_tokens: 48, tp: 2"))
+    run = Run(tmp_path / "run", JOBS.replace("max_tokens: 48", "max_tokens: 48, tp: 2"), held=True)
     run.wait_for(in_rollout(3))
     run.workers()[0].kill()
+    run.let_go()
     code, output = run.end()
     assert code == 0, output
     assert any(isinstance(e, WorkerLost) for e in run.events())
@@ -177,8 +218,11 @@ def test_a_signal_saves_and_ends_and_meanwhile_a_second_start_is_refused(tmp_pat
     assert code == 2, output
     assert str(first.process.pid) in output
     processes = first.descendants()
+    first.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, first.process.pid, os.WSTOPPED)
     first.process.send_signal(signal.SIGTERM)
     first.process.send_signal(signal.SIGINT)  # as `timeout` and some schedulers do: the same wish, said twice
+    first.process.send_signal(signal.SIGCONT)
     code, output = first.end()
     assert code == 130, output
     assert_all_gone(processes)

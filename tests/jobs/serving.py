@@ -15,6 +15,7 @@ from longtail.jobs.client import Endpoint, JobsClient
 from longtail.jobs.listen import Bind, listening
 
 TOKEN = "t" * 43
+LIMITS = httpx.Limits(keepalive_expiry=600)
 
 
 @dataclass
@@ -35,5 +36,5 @@ class Served:
 def served(bench: Bench) -> Iterator[Served]:
     app = JobsApp(bench.service, token=TOKEN, run="lab", devices=["cpu x1"])
     sock, bind = Bind.parse("127.0.0.1:0").open()
-    with listening(app, sock, bind), httpx.Client(trust_env=False, timeout=60) as http:
+    with listening(app, sock, bind), httpx.Client(trust_env=False, timeout=60, limits=LIMITS) as http:
         yield Served(bench, bind.url, http)

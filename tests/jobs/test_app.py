@@ -16,6 +16,7 @@ from jobs.serving import TOKEN, served
 from longtail.core.errors import CapacityError, ConfigError, ServerError
 from longtail.jobs import connections
 from longtail.jobs.client import Endpoint, JobsClient
+from longtail.jobs.connections import BoundedConnection
 from longtail.jobs.listen import MOST_AT_ONCE
 from longtail.jobs.wire import BODY_LIMIT, Submission
 
@@ -186,19 +187,26 @@ def connected(up, count: int, first: bytes = b"") -> Iterator[list[socket.socket
 
 def is_cut_off(sock: socket.socket) -> bool:
     """Whether the other end has closed, or will within the time-out of the socket."""
-    with contextlib.suppress(OSError):
+    try:
         while sock.recv(65536):
             pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
     return True
 
 
 HALF = b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\n"
 WHOLE = HALF + b"content-length: 1000000\r\n\r\n{"
+GET = b"GET /v1/jobs HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-@pytest.mark.parametrize("first", [b"", HALF, WHOLE, b"\x16\x03\x01", b"GET /v1/jobs HTTP/1.1\r\nhost: x\r\n\r\n"])
+@pytest.mark.parametrize("first", [b"", HALF, WHOLE, b"\x16\x03\x01", GET])
 def test_connections_that_ask_for_nothing_keep_nobody_out(up, first):
-    with connected(up, 3 * MOST_AT_ONCE, first):
+    with connected(up, 3 * MOST_AT_ONCE, first) as found:
+        if first in (WHOLE, GET):  # who asks while others are answered may be told to come again
+            assert all(map(is_cut_off, found))
         for _ in range(3):
             assert up.ask("GET", "/v1/jobs").status_code == 200
 
@@ -215,7 +223,29 @@ def test_a_connection_that_says_nothing_is_closed_also_when_it_trickles(up, monk
         assert all(map(is_cut_off, silent))
 
 
-def test_a_connection_is_kept_between_two_requests(up):
+def test_a_request_that_came_while_the_server_was_held_up_is_answered(up, monkeypatch):
+    """By what another one has sent, until the time of the first is over."""
+    monkeypatch.setattr(connections, "IDLE_S", 600.0)
+    received = BoundedConnection.data_received
+
+    def held_up(connection, data):
+        monkeypatch.setattr(BoundedConnection, "data_received", received)
+        monkeypatch.setattr(connections, "IDLE_S", 0.05)
+        (waiting,) = connection._others.keys() - {connection}
+        waiting._busy()
+        waiting._look()
+        first.sendall(GET)
+        time.sleep(0.1)
+        received(connection, data)
+
+    with connected(up, 2) as (first, other):
+        monkeypatch.setattr(BoundedConnection, "data_received", held_up)
+        other.sendall(GET)
+        assert first.recv(100).startswith(b"HTTP/1.1 401")
+
+
+def test_a_connection_is_kept_between_two_requests(up, monkeypatch):
+    monkeypatch.setattr(connections, "IDLE_S", 600.0)
     before = up.ask("GET", "/v1/jobs")
     after = up.ask("GET", "/v1/jobs")
     ports = [answer.extensions["network_stream"].get_extra_info("client_addr") for answer in (before, after)]
@@ -223,8 +253,7 @@ def test_a_connection_is_kept_between_two_requests(up):
 
 
 def test_without_the_token_no_second_request_is_heard(up):
-    request = b"GET /v1/jobs HTTP/1.1\r\nhost: x\r\n\r\n"
-    with connected(up, 1, request * 1000) as (sock,):
+    with connected(up, 1, GET * 1000) as (sock,):
         answer = b""
         with contextlib.suppress(OSError):
             while piece := sock.recv(65536):

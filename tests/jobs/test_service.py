@@ -358,7 +358,7 @@ def test_a_stop_while_a_job_is_handed_over_is_not_lost(tmp_path):
     def slow(*plans):
         thread = threading.Thread(target=lambda: (asked.set(), stopped.append(b.service.stop("a").state)))
         thread.start()
-        asked.wait(10)
+        asked.wait(120)
         thread.join(0.2)
         assert b.controller.stopped == []
         give(*plans)
@@ -367,7 +367,7 @@ def test_a_stop_while_a_job_is_handed_over_is_not_lost(tmp_path):
     threads: list[threading.Thread] = []
     b.controller.submit = slow
     submit(b, job("a"))
-    threads[0].join(10)
+    threads[0].join(120)
     assert (b.controller.stopped, stopped) == (["a"], ["ending"])
 
 

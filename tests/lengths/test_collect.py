@@ -16,7 +16,7 @@ from longtail.core.errors import ConfigError, DataError, ServerError
 from longtail.lengths.collect import CollectConfig, Collected, collect
 from longtail.lengths.collect_client import base_url
 from longtail.lengths.data import read_lengths
-from openai_server import Reply, Server, answer, by_length, free_port, prompt_of
+from openai_server import Reply, Server, answer, by_length, prompt_of, silent_port
 
 PROMPTS = ["a", "bb", "ccc", "dddd"]
 
@@ -75,7 +75,7 @@ def test_requests_overlap_up_to_the_given_number(out):
     barrier = threading.Barrier(3)
 
     def together(request):
-        barrier.wait(timeout=20)
+        barrier.wait(timeout=120)
         return by_length(request)
 
     with Server(together) as server:
@@ -128,7 +128,7 @@ def test_cancelling_keeps_what_was_answered(out):
 
     def slow(request):
         if prompt_of(request) != "a":
-            gate.wait(timeout=20)
+            gate.wait()
         return by_length(request)
 
     async def cancel_after_the_first():
@@ -141,8 +141,10 @@ def test_cancelling_keeps_what_was_answered(out):
             await task
 
     with Server(slow) as server:
-        asyncio.run(cancel_after_the_first())
-        gate.set()
+        try:
+            asyncio.run(cancel_after_the_first())
+        finally:
+            gate.set()
         assert [r["prompt"] for r in records(out)] == ["a"]
         assert ask(server, out).done == 3
 
@@ -188,8 +190,8 @@ def test_passing_trouble_is_tried_again(out, trouble):
 
 @pytest.mark.parametrize("form", ["seconds", "date"])
 def test_retry_after_is_honoured_by_all_requests(out, form):
-    when = "1" if form == "seconds" else format_datetime(datetime.now(UTC) + timedelta(seconds=2.5), usegmt=True)
     began = time.monotonic()
+    when = "1" if form == "seconds" else format_datetime(datetime.now(UTC) + timedelta(seconds=2.5), usegmt=True)
     waits = []
     with Server(script=[Reply({"error": "later"}, 429, {"Retry-After": when})]) as server:
         config = CollectConfig(url=server.url, out=out, concurrency=1)
@@ -255,10 +257,11 @@ def test_a_server_that_wants_the_newer_name_of_the_limit_gets_it(out):
 
 
 def test_a_refused_connection_is_one_sentence_at_once(out):
-    with pytest.raises(ServerError, match=r"http://127.0.0.1:\d+/v1: no server answers there .*: is it running"):
-        ask(f"http://127.0.0.1:{free_port()}", out)
-    with pytest.raises(ServerError, match="no server answers there"):
-        ask(f"http://127.0.0.1:{free_port()}", out, model="m")
+    with silent_port() as port:
+        with pytest.raises(ServerError, match=r"http://127.0.0.1:\d+/v1: no server answers there .*: is it running"):
+            ask(f"http://127.0.0.1:{port}", out)
+        with pytest.raises(ServerError, match="no server answers there"):
+            ask(f"http://127.0.0.1:{port}", out, model="m")
     assert not out.exists() or not out.read_bytes()
 
 
@@ -330,6 +333,6 @@ def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(out):
 
 
 def test_a_password_in_the_url_is_not_shown(out):
-    with pytest.raises(ServerError) as error:
-        ask(f"http://user:hidden@127.0.0.1:{free_port()}", out)
+    with silent_port() as port, pytest.raises(ServerError) as error:
+        ask(f"http://user:hidden@127.0.0.1:{port}", out)
     assert "hidden" not in str(error.value)

@@ -16,6 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 IDLE_S = 5.0
+GRACE_S = 0.1
+"""After which nothing has come indeed: a loop that was held up sees what is due before it sees what has come."""
 MOST_IDLE = 32
 
 _idle: WeakKeyDictionary[ServerState, dict[BoundedConnection, asyncio.TimerHandle]] = WeakKeyDictionary()
@@ -49,9 +51,12 @@ class BoundedConnection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._busy()
         elif self not in self._others:
-            self._others[self] = self.loop.call_later(IDLE_S, self._give_up)
+            self._others[self] = self.loop.call_later(IDLE_S, self._look_again)
             if len(self._others) > MOST_IDLE:
                 next(iter(self._others))._give_up()
+
+    def _look_again(self) -> None:
+        self._others[self] = self.loop.call_later(GRACE_S, self._give_up)
 
     def _busy(self) -> None:
         if (timer := self._others.pop(self, None)) is not None:

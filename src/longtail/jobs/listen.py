@@ -116,6 +116,7 @@ def listening(app: Any, sock: socket.socket, bind: Bind) -> Iterator[None]:
         proxy_headers=False,
         limit_concurrency=MOST_AT_ONCE,
         timeout_graceful_shutdown=2,
+        timeout_keep_alive=3600,  # connections that are idle are BoundedConnection's affair
         ssl_certfile=bind.certificate,
         ssl_keyfile=bind.private_key,
     )
