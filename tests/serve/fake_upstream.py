@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-HANG_S = 60.0
+HANG_S = 300.0
 """How long anything hangs at most, so that a failing test ends."""
 
 
@@ -121,14 +121,14 @@ class FakeUpstream:
     def count(self, state: str) -> int:
         return sum(request.state == state for request in self.requests)
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Until ``condition()`` holds; it is looked at whenever a request comes or changes its state."""
         with self._changed:
             if not self._changed.wait_for(condition, timeout_s):
                 states = [f"{request.path}: {request.state}" for request in self.requests]
                 raise AssertionError(f"not within {timeout_s} s; requests: {states}, probes: {len(self.probes)}")
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """:meth:`wait` without blocking the event loop."""
         await asyncio.to_thread(self.wait, condition, timeout_s)
 
@@ -148,7 +148,7 @@ class FakeUpstream:
     def __exit__(self, *exc: object) -> None:
         self.down()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
         self._loop.close()
 
     async def __aenter__(self) -> FakeUpstream:
@@ -158,7 +158,7 @@ class FakeUpstream:
         await asyncio.to_thread(self.__exit__)
 
     def _run(self, work: Any) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(5)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls, limit=1 << 26)

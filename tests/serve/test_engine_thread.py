@@ -31,7 +31,7 @@ class Moody(Script):
 
     def forward(self, tokens_T, attend):
         self.in_step.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(120)
         if self.failures and (tokens_T == self.poison).any():
             self.failures -= 1
             raise ValueError("boom")
@@ -50,7 +50,7 @@ def with_thread(use: Callable[[EngineThread, Moody], Awaitable[None]], **options
         thread = EngineThread(make)
         await thread.start()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(200):
                 await use(thread, model)
         finally:
             model.gate.set()
@@ -201,7 +201,7 @@ def test_an_engine_that_cannot_be_made_says_so_at_the_start_or_ends_everything_l
         thread = EngineThread(make)
         await thread.start()
         model.failures = 1
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(200):
             for _ in range(2):
                 with pytest.raises(ApiError):
                     await tokens(thread.submit([counting("bad", model.poison)]))

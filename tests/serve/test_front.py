@@ -38,14 +38,14 @@ def door(backend, *, ranker=None, options=None, **settings):
         chosen = options or Options(door=DoorSettings(**settings))
         made = front_door(backend, chosen, title="test")
         if ranker is not None:
-            made.scorer = Scorer(ranker, deadline_s=1.0, failed=made.not_scored)
+            made.scorer = Scorer(ranker, deadline_s=60.0, failed=made.not_scored)
         return made
 
     return make
 
 
-def post(url, *, path="/v1/completions", timeout=20, headers=None, **body):
-    return client.post(url + path, json={"model": "m", "prompt": "rank 0.5", **body}, timeout=timeout, headers=headers)
+def post(url, *, path="/v1/completions", headers=None, **body):
+    return client.post(url + path, json={"model": "m", "prompt": "rank 0.5", **body}, headers=headers)
 
 
 def pile_up(server, backend, bodies, *, headers=None):
@@ -112,7 +112,7 @@ class Hangs:
         self.go_on.set()
 
     def quantile(self, prompts):
-        self.go_on.wait(20)
+        self.go_on.wait(120)
         return np.zeros(len(prompts), np.float32)
 
 
@@ -169,7 +169,7 @@ def test_when_the_client_leaves_its_request_is_cancelled(stream):
         sock = half_request(server.url, stream=stream)
         until(lambda: backend.running == 1)
         sock.close()
-        until(lambda: backend.running == 0, within_s=2)
+        until(lambda: backend.running == 0)
         assert backend.cancelled == 1
         assert server.door.hold.in_flight == 0
         assert server.metric("longtail_clients_gone_total") == 1
@@ -184,7 +184,7 @@ def test_when_a_waiting_client_leaves_its_request_never_runs():
         sock = half_request(server.url, prompt="gone")
         until(lambda: len(server.door.hold.queue) == 1)
         sock.close()
-        until(lambda: len(server.door.hold.queue) == 0, within_s=2)
+        until(lambda: len(server.door.hold.queue) == 0)
         backend.gate = False
         assert first.result().status_code == 200
         assert len(backend.calls) == 1
@@ -454,7 +454,7 @@ def test_a_graceful_end_answers_all_that_was_let_in():
         until(lambda: server.door.draining)
         backend.gate = False
         assert [w.result().status_code for w in under_way] == [200] * 4
-        assert server.ended.wait(10)
+        assert server.ended.wait(60)
     assert backend.finished == 4
 
 
@@ -469,7 +469,7 @@ def test_what_is_not_done_in_time_ends_with_a_clear_error():
         server.stop()
         for answer in (plain.result(), waiting.result()):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
-        assert server.ended.wait(10)
+        assert server.ended.wait(60)
 
 
 def test_a_server_lives_while_nobody_behind_it_answers():

@@ -7,6 +7,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import aiohttp
 import httpx
@@ -17,6 +18,7 @@ import yaml
 
 from longtail.lengths.data import read_lengths
 from longtail.serve import gateway as gateway_module
+from longtail.serve import upstreams as upstreams_module
 from longtail.serve.build import Options
 from longtail.serve.front import DoorSettings
 from longtail.serve.gateway import gateway_door
@@ -26,7 +28,7 @@ from longtail.serve.upstream import Timeouts
 from serve.fake_upstream import FakeUpstream, Plan
 from serve.running import client, running, until
 
-QUICK = Timeouts(connect_s=2, first_byte_s=5, idle_s=2)
+PATIENT = Timeouts(connect_s=60, first_byte_s=60, idle_s=60)
 
 
 class ByNumber:
@@ -34,19 +36,21 @@ class ByNumber:
         return np.array([float(p.split()[1]) for p in prompts], np.float32)
 
 
-def gate(*urls, options=None, window=1, timeouts=QUICK, key=None, ranker=None, **settings):
+@contextlib.contextmanager
+def gate(*urls, options=None, window=1, timeouts=PATIENT, key=None, ranker=None, **settings):
     def make():
         chosen = options or Options(door=DoorSettings(**settings))
         door = gateway_door(list(urls), chosen, window=window, timeouts=timeouts, key=key)
         if ranker is not None:
-            door.scorer = Scorer(ranker, deadline_s=1.0, failed=door.not_scored)
+            door.scorer = Scorer(ranker, deadline_s=60.0, failed=door.not_scored)
         return door
 
-    return running(make)
+    with patch.object(upstreams_module, "PROBE_S", 60.0), running(make) as server:
+        yield server
 
 
 def ask(server, prompt="rank 0.5", *, headers=None, path="/v1/completions", **body):
-    return client.post(server.url + path, json={"model": "m", "prompt": prompt, **body}, timeout=30, headers=headers)
+    return client.post(server.url + path, json={"model": "m", "prompt": prompt, **body}, headers=headers)
 
 
 def prompts(fake):
@@ -140,14 +144,14 @@ def test_fields_that_are_unknown_here_reach_the_server_as_they_were_written():
         b'"min_p":0.05,"max_completion_tokens":5,"tool_choice":"auto","x_team":"a","seed":12345678901234567,"t":1.0}'
     )
     with FakeUpstream() as fake, gate(fake.url, tag=True) as server:
-        client.post(server.url + "/v1/chat/completions", content=body, timeout=30)
+        client.post(server.url + "/v1/chat/completions", content=body)
         sent = fake.requests[0]
         assert sent.body.startswith(body[:-1])
         added = json.loads(b"{" + sent.body[len(body) :])
         assert set(added) == {"priority"}
         assert sent.header("x-vllm-priority") == str(added["priority"])
     with FakeUpstream() as fake, gate(fake.url) as server:
-        client.post(server.url + "/v1/chat/completions", content=body, timeout=30)
+        client.post(server.url + "/v1/chat/completions", content=body)
         assert fake.requests[0].body == body
         assert fake.requests[0].header("x-vllm-priority") is None
 
@@ -237,11 +241,11 @@ def test_a_client_that_leaves_ends_the_work_upstream():
     with FakeUpstream(plan=Plan(tokens=500, gap_s=0.01)) as fake, gate(fake.url) as server:
         with client.stream("POST", server.url + "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             next(answer.iter_bytes())
-        fake.wait(lambda: fake.count("gone") == 1, timeout_s=2)
+        fake.wait(lambda: fake.count("gone") == 1)
         fake.script(Plan(wait_s=30))
         with pytest.raises(httpx.ReadTimeout):
             client.post(server.url + "/v1/completions", json={"prompt": "x"}, timeout=0.5)
-        fake.wait(lambda: fake.count("gone") == 2, timeout_s=2)
+        fake.wait(lambda: fake.count("gone") == 2)
         until(lambda: server.door.hold.in_flight == 0)
 
 
@@ -313,9 +317,7 @@ def test_far_too_many_requests_are_answered_or_told_to_come_back():
 
     plan = Plan(wait_s=0.02, tokens=4)
     with FakeUpstream(plan=plan) as a, FakeUpstream(plan=plan) as b:
-        # Upstreams, gateway and clients share two cores: a connection may take its time.
-        patient = Timeouts(connect_s=60, first_byte_s=60, idle_s=60)
-        with gate(a.url, b.url, window=8, options=Options(max_queue=500), timeouts=patient) as server:
+        with gate(a.url, b.url, window=8, options=Options(max_queue=500)) as server:
             answers = asyncio.run(ask_all(server.url))
         statuses = [status for status, _ in answers]
         assert set(statuses) == {200, 429}

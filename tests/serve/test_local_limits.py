@@ -262,7 +262,7 @@ def held(backend: LocalBackend) -> Iterator[None]:
     step = engine.step
 
     def waiting():
-        assert gate.wait(30)
+        assert gate.wait(120)
         return step()
 
     engine.step = waiting
@@ -371,7 +371,7 @@ def test_closing_ends_streams_with_an_error_event():
     async def main():
         backend = LocalBackend(TINY, name="m", kv_bytes=64 << 20)
         await backend.start()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             await use(backend)
 
     asyncio.run(main())

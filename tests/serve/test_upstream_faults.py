@@ -17,7 +17,7 @@ from longtail.serve.calls import CHAT
 from longtail.serve.errors import ApiError
 from longtail.serve.upstream import Timeouts
 from serve.fake_upstream import FakeUpstream, Plan, Request, event, split, whole_answer
-from serve.upstream_tools import BUSY, Gateway, call, content, error_code, gateway, made, refused, run, settled
+from serve.upstream_tools import BUSY, call, content, error_code, gateway, made, refused, run, settled
 
 
 @pytest.mark.parametrize("ending", ["reset", "cut", "bad_chunk"])
@@ -315,7 +315,7 @@ def test_cancelling_closes_the_upstreams_connection(stream: bool, after: int | N
             assert gate.status()["upstreams"][0]["in_flight"] == 3
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await fake.until(lambda: fake.count("gone") == 1, 2.0)
+            await fake.until(lambda: fake.count("gone") == 1)
             assert gate.reports == []
 
     run(body())
@@ -337,7 +337,7 @@ def test_chunks_can_be_closed_at_any_point_and_more_than_once() -> None:
                 if reading is not None:
                     assert b"error" not in await reading
                 assert [chunk async for chunk in reply.chunks] == []
-            await fake.until(lambda: fake.count("gone") == 3, 2.0)
+            await fake.until(lambda: fake.count("gone") == 3)
             assert gate.reports == []
         async with FakeUpstream() as fake, gateway(fake) as gate:
             for stream in (False, True):
@@ -352,16 +352,14 @@ def test_chunks_can_be_closed_at_any_point_and_more_than_once() -> None:
 
 def test_closing_the_backend_ends_what_still_runs() -> None:
     async def body() -> None:
-        async with FakeUpstream(Plan(ending="hang", after=2)) as fake:
-            gate = Gateway([fake.url])
-            await gate.start()
+        async with FakeUpstream(Plan(ending="hang", after=2)) as fake, gateway(fake) as gate:
             reply = await gate.answer(call(stream=True))
             await anext(reply.chunks)
             reading = asyncio.create_task(content(reply))
             await asyncio.sleep(0)
             await gate.close()
             assert b"[DONE]" not in await reading
-            await fake.until(lambda: fake.count("gone") == 1, 2.0)
+            await fake.until(lambda: fake.count("gone") == 1)
 
     run(body())
 
