@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -72,6 +74,15 @@ def running(make: Callable[[], FrontDoor], *, listen: Listen | None = None) -> I
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             stop()
         assert ended.wait(120), "the server did not end"
+
+
+def half_request(url: str, **body: Any) -> socket.socket:
+    """A socket with a request sent and the answer not read."""
+    host, port = url.removeprefix("http://").split(":")
+    text = json.dumps({"model": "m", "prompt": "rank 0.5", **body}).encode()
+    sock = socket.create_connection((host, int(port)))
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+    return sock
 
 
 def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:

@@ -21,7 +21,7 @@ from longtail.serve.http import Listen
 from longtail.serve.keys import entry, new_key
 from longtail.serve.scoring import Scorer
 from serve.fake_backend import FakeBackend
-from serve.running import client, running, until
+from serve.running import client, half_request, running, until
 
 
 class ByNumber:
@@ -151,15 +151,6 @@ def test_token_ids_have_no_rank_and_go_through():
 
 
 # -- clients that leave -----------------------------------------------------------------------------------------------
-
-
-def half_request(url, **body):
-    """A socket with a request sent and the answer not read."""
-    host, port = url.removeprefix("http://").split(":")
-    text = json.dumps({"model": "m", "prompt": "rank 0.5", **body}).encode()
-    sock = socket.create_connection((host, int(port)))
-    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
-    return sock
 
 
 @pytest.mark.parametrize("stream", [False, True])
