@@ -98,7 +98,7 @@ class Command:
 
     def end(self, sig=signal.SIGTERM):
         self.process.send_signal(sig)
-        rest, _ = self.process.communicate(timeout=30)
+        rest, _ = self.process.communicate(timeout=120)
         self.said += rest
         return self.process.returncode
 
@@ -112,9 +112,9 @@ def test_a_gateway_serves_until_it_is_told_to_stop_and_loses_no_record(sig, tmp_
         gateway = Command("gateway", "--upstream", upstream.url, "--port", "0", *words)
         try:
             body = {"model": "m", "prompt": "twelve chars"}
-            answer = httpx.post(gateway.url + "/v1/completions", json=body, timeout=30)
+            answer = httpx.post(gateway.url + "/v1/completions", json=body, timeout=120)
             assert answer.json()["usage"]["completion_tokens"] == 12
-            assert httpx.get(gateway.url + "/health").json()["ok"] is True
+            assert httpx.get(gateway.url + "/health", timeout=120).json()["ok"] is True
         finally:
             code = gateway.end(sig)
         assert code == 0, gateway.said
@@ -127,7 +127,7 @@ def test_our_server_comes_up_from_the_command_line():
     server = Command("serve", "tiny", "--port", "0", "--kv-memory", "0.05")
     try:
         answer = httpx.post(
-            server.url + "/v1/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 3}, timeout=60
+            server.url + "/v1/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 3}, timeout=120
         )
         assert answer.status_code == 200, answer.text
     finally:

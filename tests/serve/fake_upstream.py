@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-HANG_S = 60.0
+HANG_S = 300.0
 """How long anything hangs at most, so that a failing test ends."""
 
 
@@ -35,8 +35,8 @@ class Plan:
 
     What is sent: ``tokens`` for each of the choices that it asks for (``n``), or ``events`` (each with its blank line),
     or ``body`` with ``status`` and ``headers``. When: ``wait_s`` before the status line, ``pause_s`` between headers
-    and body, ``gap_s`` between events; ``hold`` is waited for before the status line. In which pieces: at random byte
-    positions drawn with the seed ``split``, each a chunk of its own, or event by event.
+    and body, ``gap_s`` between events; ``hold`` is waited for before the status line, ``rest`` before the second event.
+    In which pieces: at random byte positions drawn with the seed ``split``, each a chunk of its own, or event by event.
 
     How it ends: ``whole``; by ``cut`` (the connection ends), ``reset`` (RST), ``hang`` (silence) or ``bad_chunk``
     (broken framing) after so many events of a stream, or bytes of a body; ``half`` sends half of the next event first.
@@ -53,6 +53,7 @@ class Plan:
     pause_s: float = 0.0
     gap_s: float = 0.0
     hold: threading.Event | None = None
+    rest: threading.Event | None = None
     split: int | None = None
     newline: bytes = b"\n"
     usage: bool = True
@@ -70,6 +71,7 @@ class Request:
     body: bytes
     state: Literal["open", "answered", "broken", "gone"] = "open"
     connection: int = 0  # requests with the same number came over one connection
+    sent: int = 0  # pieces of the answer's body
 
     def json(self) -> dict[str, Any]:
         return json.loads(self.body)
@@ -121,14 +123,14 @@ class FakeUpstream:
     def count(self, state: str) -> int:
         return sum(request.state == state for request in self.requests)
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Until ``condition()`` holds; it is looked at whenever a request comes or changes its state."""
         with self._changed:
             if not self._changed.wait_for(condition, timeout_s):
                 states = [f"{request.path}: {request.state}" for request in self.requests]
                 raise AssertionError(f"not within {timeout_s} s; requests: {states}, probes: {len(self.probes)}")
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """:meth:`wait` without blocking the event loop."""
         await asyncio.to_thread(self.wait, condition, timeout_s)
 
@@ -148,7 +150,7 @@ class FakeUpstream:
     def __exit__(self, *exc: object) -> None:
         self.down()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
         self._loop.close()
 
     async def __aenter__(self) -> FakeUpstream:
@@ -158,7 +160,7 @@ class FakeUpstream:
         await asyncio.to_thread(self.__exit__)
 
     def _run(self, work: Any) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(5)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls, limit=1 << 26)
@@ -264,10 +266,7 @@ class _Answer:
         """True: the connection can be used again. False: it ends here in good order. None: it was broken."""
         plan = self._plan
         await asyncio.sleep(plan.wait_s)
-        for _ in range(round(HANG_S / 0.005)):
-            if plan.hold is None or plan.hold.is_set():
-                break
-            await asyncio.sleep(0.005)
+        await self._until(plan.hold)
         if plan.ending not in ("whole", "stop") and plan.after is None:
             return await self._break()
         asked = json.loads(self._request.body) if plan.body is None else {}
@@ -281,6 +280,12 @@ class _Answer:
         await self._write(body)
         return plan.measured and not self._request.last
 
+    async def _until(self, flag: threading.Event | None) -> None:
+        for _ in range(round(HANG_S / 0.005)):
+            if flag is None or flag.is_set():
+                return
+            await asyncio.sleep(0.005)
+
     async def _stream(self, asked: dict[str, Any]) -> bool | None:
         plan = self._plan
         events = list(plan.events) if plan.events is not None else stream_events(self._request.path, asked, plan)
@@ -292,6 +297,8 @@ class _Answer:
         for i, piece in enumerate(sent if plan.split is None else split(b"".join(sent), random.Random(plan.split))):
             if i and plan.gap_s:
                 await asyncio.sleep(plan.gap_s)
+            if i == 1:
+                await self._until(plan.rest)
             await self._write(piece)
         if plan.ending not in ("whole", "stop"):
             return await self._break()
@@ -318,6 +325,7 @@ class _Answer:
         if piece:
             self._writer.write(b"%x\r\n%s\r\n" % (len(piece), piece) if self._chunked else piece)
             await self._writer.drain()
+            self._request.sent += 1
 
     async def _break(self) -> None:
         if self._plan.ending == "hang":

@@ -44,7 +44,7 @@ def serving(folder: Path, use: Callable[[LocalBackend], Awaitable[None]], **opti
         backend = LocalBackend(folder, **{"name": "m", "kv_bytes": 64 << 20, **options})
         await backend.start()
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 await use(backend)
                 await idle(backend)
         finally:
@@ -55,7 +55,7 @@ def serving(folder: Path, use: Callable[[LocalBackend], Awaitable[None]], **opti
 
 async def idle(backend: LocalBackend) -> None:
     """Until nothing runs and no block is used."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while any(backend.status()[key] for key in ("running", "waiting", "blocks_used")):
             await asyncio.sleep(0.005)
 

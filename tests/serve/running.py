@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,7 +17,7 @@ import httpx
 from longtail.serve.front import FrontDoor
 from longtail.serve.http import Listen, serve
 
-client = httpx.Client(timeout=30, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+client = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 """For all tests: making one takes as long as a hundred requests, because it reads the system's certificates."""
 
 
@@ -65,16 +67,25 @@ def running(make: Callable[[], FrontDoor], *, listen: Listen | None = None) -> I
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    url, door, stop = ready.result(timeout=60)
+    url, door, stop = ready.result(timeout=300)
     try:
         yield Running(url, door, stop, ended)
     finally:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             stop()
-        assert ended.wait(30), "the server did not end"
+        assert ended.wait(120), "the server did not end"
 
 
-def until(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
+def half_request(url: str, **body: Any) -> socket.socket:
+    """A socket with a request sent and the answer not read."""
+    host, port = url.removeprefix("http://").split(":")
+    text = json.dumps({"model": "m", "prompt": "rank 0.5", **body}).encode()
+    sock = socket.create_connection((host, int(port)))
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+    return sock
+
+
+def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
     """Wait for a condition that another thread brings about."""
     pause = threading.Event()
     for _ in range(round(within_s / 0.01)):

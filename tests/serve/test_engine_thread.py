@@ -18,7 +18,7 @@ from longtail.serve.errors import ApiError
 
 class Moody(Script):
     """Says t + 1 after t. Fails in the next ``failures`` steps that compute a token of ``poison``; with the ``gate``
-    closed, steps do not end."""
+    closed, steps after the first ``free_steps`` do not end."""
 
     poison = 13
 
@@ -27,11 +27,17 @@ class Moody(Script):
         self.failures = 0
         self.gate = threading.Event()
         self.gate.set()
-        self.in_step = threading.Event()
+        self.steps = self.free_steps = 0
+
+    async def held(self) -> None:
+        """Until a step waits for the gate."""
+        while self.steps <= self.free_steps:
+            await asyncio.sleep(0.001)
 
     def forward(self, tokens_T, attend):
-        self.in_step.set()
-        assert self.gate.wait(30)
+        self.steps += 1
+        if self.steps > self.free_steps:
+            assert self.gate.wait(120)
         if self.failures and (tokens_T == self.poison).any():
             self.failures -= 1
             raise ValueError("boom")
@@ -50,7 +56,7 @@ def with_thread(use: Callable[[EngineThread, Moody], Awaitable[None]], **options
         thread = EngineThread(make)
         await thread.start()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(200):
                 await use(thread, model)
         finally:
             model.gate.set()
@@ -102,7 +108,7 @@ def test_a_failed_step_fails_what_was_running_and_the_engine_goes_on():
         model.failures = 1
         model.gate.clear()
         running = [thread.submit([counting("poisoned", 12)]), thread.submit([counting("beside it", 30, max_tokens=40)])]
-        await asyncio.to_thread(model.in_step.wait, 10)
+        await model.held()
         model.gate.set()
         for run in running:
             with pytest.raises(ApiError) as caught:
@@ -139,11 +145,11 @@ def test_three_failures_without_a_token_between_them_are_unhealthy_until_there_i
 
 def test_a_cancelled_run_has_no_lanes_in_the_next_step():
     async def use(thread, model):
+        model.free_steps = 1
+        model.gate.clear()
         gone = thread.submit([counting("gone", 1, max_tokens=400, samples=3)])
         await gone.news()
-        model.gate.clear()
-        model.in_step.clear()
-        await asyncio.to_thread(model.in_step.wait, 10)
+        await model.held()
         gone.cancel()
         after = thread.submit([counting("after", 20, max_tokens=3)])
         model.gate.set()
@@ -160,7 +166,7 @@ def test_a_run_that_is_cancelled_before_the_engine_has_seen_it_never_starts():
     async def use(thread, model):
         model.gate.clear()
         first = thread.submit([counting("first", 1)])
-        await asyncio.to_thread(model.in_step.wait, 10)
+        await model.held()
         never = thread.submit([counting("never", model.poison)])
         never.cancel()
         model.failures = 1
@@ -173,9 +179,15 @@ def test_a_run_that_is_cancelled_before_the_engine_has_seen_it_never_starts():
 
 def test_closing_ends_what_runs_with_an_error():
     async def use(thread, model):
+        model.free_steps = 1
+        model.gate.clear()
         run = thread.submit([counting("long", 1, max_tokens=400)])
         await run.news()
-        await thread.close()
+        await model.held()
+        closing = asyncio.create_task(thread.close())
+        await asyncio.sleep(0)
+        model.gate.set()
+        await closing
         with pytest.raises(ApiError) as caught:
             await tokens(run)
         assert (caught.value.status, caught.value.code) == (503, "shutting_down")
@@ -201,7 +213,7 @@ def test_an_engine_that_cannot_be_made_says_so_at_the_start_or_ends_everything_l
         thread = EngineThread(make)
         await thread.start()
         model.failures = 1
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(200):
             for _ in range(2):
                 with pytest.raises(ApiError):
                     await tokens(thread.submit([counting("bad", model.poison)]))

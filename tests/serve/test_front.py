@@ -21,7 +21,7 @@ from longtail.serve.http import Listen
 from longtail.serve.keys import entry, new_key
 from longtail.serve.scoring import Scorer
 from serve.fake_backend import FakeBackend
-from serve.running import client, running, until
+from serve.running import client, half_request, running, until
 
 
 class ByNumber:
@@ -38,14 +38,14 @@ def door(backend, *, ranker=None, options=None, **settings):
         chosen = options or Options(door=DoorSettings(**settings))
         made = front_door(backend, chosen, title="test")
         if ranker is not None:
-            made.scorer = Scorer(ranker, deadline_s=1.0, failed=made.not_scored)
+            made.scorer = Scorer(ranker, deadline_s=60.0, failed=made.not_scored)
         return made
 
     return make
 
 
-def post(url, *, path="/v1/completions", timeout=20, headers=None, **body):
-    return client.post(url + path, json={"model": "m", "prompt": "rank 0.5", **body}, timeout=timeout, headers=headers)
+def post(url, *, path="/v1/completions", headers=None, **body):
+    return client.post(url + path, json={"model": "m", "prompt": "rank 0.5", **body}, headers=headers)
 
 
 def pile_up(server, backend, bodies, *, headers=None):
@@ -101,6 +101,10 @@ def test_nothing_that_comes_a_head_start_later_overtakes():
     assert served(backend) == ["rank 0", "rank 1", "rank 0"]
 
 
+def unscored(server, reason):
+    return server.metric("longtail_unscored_total", reason=reason)
+
+
 class Raises:
     def quantile(self, prompts):
         raise RuntimeError("out of order")
@@ -112,7 +116,7 @@ class Hangs:
         self.go_on.set()
 
     def quantile(self, prompts):
-        self.go_on.wait(20)
+        self.go_on.wait(120)
         return np.zeros(len(prompts), np.float32)
 
 
@@ -122,7 +126,7 @@ def test_a_ranker_that_raises_costs_the_order_only():
         answers = pile_up(server, backend, [{"prompt": str(i)} for i in range(3)])
         assert [a.status_code for a in answers] == [200] * 4
         assert served(backend) == ["rank 0", "0", "1", "2"]
-        assert server.metric("longtail_unscored_total", reason="error") == 4
+        assert unscored(server, "error") == 4
 
 
 def test_a_ranker_that_hangs_costs_the_order_only():
@@ -136,9 +140,12 @@ def test_a_ranker_that_hangs_costs_the_order_only():
     with running(make) as server:
         ranker.go_on.clear()
         try:
-            assert [post(server.url, prompt=str(i)).status_code for i in range(4)] == [200] * 4
-            assert server.metric("longtail_unscored_total", reason="deadline") == 1
-            assert server.metric("longtail_unscored_total", reason="busy") == 3
+            while not unscored(server, "busy"):
+                assert post(server.url).status_code == 200
+            busy = unscored(server, "busy")
+            assert [post(server.url, prompt=str(i)).status_code for i in range(3)] == [200] * 3
+            assert unscored(server, "busy") == busy + 3
+            assert unscored(server, "deadline") >= 1
         finally:
             ranker.go_on.set()
 
@@ -147,32 +154,21 @@ def test_token_ids_have_no_rank_and_go_through():
     backend = FakeBackend()
     with running(door(backend)) as server:
         assert post(server.url, prompt=[1, 2, 3]).status_code == 200
-        assert server.metric("longtail_unscored_total", reason="no_text") == 1
+        assert unscored(server, "no_text") == 1
 
 
 # -- clients that leave -----------------------------------------------------------------------------------------------
 
 
-def half_request(url, **body):
-    """A socket with a request sent and the answer not read."""
-    host, port = url.removeprefix("http://").split(":")
-    text = json.dumps({"model": "m", "prompt": "rank 0.5", **body}).encode()
-    sock = socket.create_connection((host, int(port)))
-    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
-    return sock
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_when_the_client_leaves_its_request_is_cancelled(stream):
-    backend = FakeBackend(pieces=1000, pause_s=0.01)
+    backend = FakeBackend(pieces=100_000, pause_s=0.01)
     with running(door(backend)) as server:
         sock = half_request(server.url, stream=stream)
         until(lambda: backend.running == 1)
         sock.close()
-        until(lambda: backend.running == 0, within_s=2)
-        assert backend.cancelled == 1
-        assert server.door.hold.in_flight == 0
-        assert server.metric("longtail_clients_gone_total") == 1
+        until(lambda: server.metric("longtail_clients_gone_total") == 1)
+        assert (backend.cancelled, backend.running, server.door.hold.in_flight) == (1, 0, 0)
 
 
 def test_when_a_waiting_client_leaves_its_request_never_runs():
@@ -184,7 +180,7 @@ def test_when_a_waiting_client_leaves_its_request_never_runs():
         sock = half_request(server.url, prompt="gone")
         until(lambda: len(server.door.hold.queue) == 1)
         sock.close()
-        until(lambda: len(server.door.hold.queue) == 0, within_s=2)
+        until(lambda: len(server.door.hold.queue) == 0)
         backend.gate = False
         assert first.result().status_code == 200
         assert len(backend.calls) == 1
@@ -225,7 +221,7 @@ def test_a_body_that_never_comes_is_408():
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as sock:
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
-            sock.settimeout(5)
+            sock.settimeout(60)
             assert b" 408 " in sock.recv(1000).splitlines()[0]
 
 
@@ -269,32 +265,36 @@ def test_a_failure_inside_is_a_500_without_its_text():
         assert post(server.url).status_code == 200
 
 
+def stream_that_waited(server, backend):
+    """The text of a stream; the backend is held up until its first comment has come."""
+    body = {"model": "m", "prompt": "rank 0.5", "stream": True}
+    with client.stream("POST", server.url + "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        pieces = answer.iter_text()
+        text = next(pieces)
+        backend.gate = False
+        return text + "".join(pieces)
+
+
 def test_waiting_streams_get_comments_and_errors_as_events():
     backend = FakeBackend(pieces=1)
     backend.gate = True
-    with running(door(backend, comment_s=0.05)) as server, ThreadPoolExecutor(2) as pool:
+    with running(door(backend, comment_s=0.05)) as server, ThreadPoolExecutor(1) as pool:
         first = pool.submit(post, server.url)
         until(lambda: backend.running == 1)
-        good = pool.submit(post, server.url, stream=True)
-        until(lambda: len(server.door.hold.queue) == 1)
-        threading.Event().wait(0.2)
-        backend.gate = False
+        text = stream_that_waited(server, backend)
         assert first.result().status_code == 200
-        text = good.result().text
         assert text.startswith(": waiting\n\n")
         assert text.endswith('data: {"choices": [{"index": 0, "text": "x"}]}\n\ndata: [DONE]\n\n')
+        until(lambda: server.door.hold.in_flight == 0)
         backend.gate = True
         first = pool.submit(post, server.url)
         until(lambda: backend.running == 1)
         backend.broken = lambda call: ApiError(502, "gone", code="upstream_cut")
-        bad = pool.submit(post, server.url, stream=True)
-        until(lambda: len(server.door.hold.queue) == 1)
-        threading.Event().wait(0.2)
-        backend.gate = False
-        assert bad.result().status_code == 200
-        last = bad.result().text.strip().splitlines()[-1]
+        text = stream_that_waited(server, backend)
+        last = text.strip().splitlines()[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "upstream_cut"
-        assert "[DONE]" not in bad.result().text
+        assert "[DONE]" not in text
 
 
 # -- keys and priorities ----------------------------------------------------------------------------------------------
@@ -342,12 +342,8 @@ def test_anthropics_header_is_a_key_too_and_stays_here(keyring):
 def test_a_client_that_takes_nothing_gives_its_place_back(monkeypatch):
     monkeypatch.setattr("longtail.serve.responder.TAKEN_WITHIN_S", 0.3)
     backend = FakeBackend(pieces=200_000)
-    with running(door(backend)) as server:
-        sock = half_request(server.url, stream=True)
-        until(lambda: backend.running == 1)
-        until(lambda: backend.running == 0)
-        assert backend.cancelled == 1
-        sock.close()
+    with running(door(backend)) as server, half_request(server.url, stream=True):
+        until(lambda: backend.cancelled == 1 and server.door.hold.in_flight == 0)
 
 
 def test_with_keys_only_health_is_open(keyring):
@@ -374,7 +370,8 @@ def test_a_key_has_so_many_at_once_so_many_waiting_and_no_more(keyring):
     with running(door(backend, options=Options(keys=path))) as server, ThreadPoolExecutor(4) as pool:
         alice = [pool.submit(post, server.url, headers=headers["alice"]) for _ in range(3)]
         until(lambda: len(server.door.hold.queue) == 2)
-        assert backend.running == 1
+        until(lambda: backend.running == 1)
+        assert backend.most_running == 1
         assert post(server.url, headers=headers["alice"]).status_code == 429
         bob = pool.submit(post, server.url, headers=headers["bob"])
         until(lambda: backend.running == 2)
@@ -421,7 +418,7 @@ def test_in_tag_mode_nothing_is_held_back_and_a_priority_is_given():
         until(lambda: backend.running == 2)
         backend.gate = False
         assert [b.result().status_code for b in both] == [200, 200]
-    by_prompt = {call.fields["prompt"]: call.priority for call in backend.calls}
+    by_prompt = {call.fields["prompt"]: call.priority - 1000 * call.arrival_s for call in backend.calls}
     assert 990_000 < by_prompt["rank 1.0"] - by_prompt["rank 0.0"] < 1_010_000
 
 
@@ -454,7 +451,7 @@ def test_a_graceful_end_answers_all_that_was_let_in():
         until(lambda: server.door.draining)
         backend.gate = False
         assert [w.result().status_code for w in under_way] == [200] * 4
-        assert server.ended.wait(10)
+        assert server.ended.wait(60)
     assert backend.finished == 4
 
 
@@ -469,7 +466,7 @@ def test_what_is_not_done_in_time_ends_with_a_clear_error():
         server.stop()
         for answer in (plain.result(), waiting.result()):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
-        assert server.ended.wait(10)
+        assert server.ended.wait(60)
 
 
 def test_a_server_lives_while_nobody_behind_it_answers():
@@ -530,7 +527,7 @@ def test_tls_serves_and_half_of_it_is_refused(tmp_path):
     authority.configure_trust(context)
     with running(door(FakeBackend()), listen=listen) as server:
         assert server.url.startswith("https://")
-        assert httpx.get(server.url + "/health", verify=context).status_code == 200
+        assert httpx.get(server.url + "/health", verify=context, timeout=120).status_code == 200
     with pytest.raises(ConfigError, match="needs both"):
         Listen(certificate=certificate).check(keys=False, open_to_all=False)
     key.write_text("x")

@@ -7,6 +7,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import aiohttp
 import httpx
@@ -17,6 +18,8 @@ import yaml
 
 from longtail.lengths.data import read_lengths
 from longtail.serve import gateway as gateway_module
+from longtail.serve import record as record_module
+from longtail.serve import upstreams as upstreams_module
 from longtail.serve.build import Options
 from longtail.serve.front import DoorSettings
 from longtail.serve.gateway import gateway_door
@@ -24,9 +27,9 @@ from longtail.serve.keys import entry, new_key
 from longtail.serve.scoring import Scorer
 from longtail.serve.upstream import Timeouts
 from serve.fake_upstream import FakeUpstream, Plan
-from serve.running import client, running, until
+from serve.running import client, half_request, running, until
 
-QUICK = Timeouts(connect_s=2, first_byte_s=5, idle_s=2)
+PATIENT = Timeouts(connect_s=60, first_byte_s=60, idle_s=60)
 
 
 class ByNumber:
@@ -34,19 +37,25 @@ class ByNumber:
         return np.array([float(p.split()[1]) for p in prompts], np.float32)
 
 
-def gate(*urls, options=None, window=1, timeouts=QUICK, key=None, ranker=None, **settings):
+@contextlib.contextmanager
+def gate(*urls, options=None, window=1, timeouts=PATIENT, key=None, ranker=None, **settings):
     def make():
         chosen = options or Options(door=DoorSettings(**settings))
         door = gateway_door(list(urls), chosen, window=window, timeouts=timeouts, key=key)
         if ranker is not None:
-            door.scorer = Scorer(ranker, deadline_s=1.0, failed=door.not_scored)
+            door.scorer = Scorer(ranker, deadline_s=60.0, failed=door.not_scored)
         return door
 
-    return running(make)
+    with (
+        patch.object(upstreams_module, "PROBE_S", 60.0),
+        patch.object(record_module, "CLOSE_WITHIN_S", 120.0),
+        running(make) as server,
+    ):
+        yield server
 
 
 def ask(server, prompt="rank 0.5", *, headers=None, path="/v1/completions", **body):
-    return client.post(server.url + path, json={"model": "m", "prompt": prompt, **body}, timeout=30, headers=headers)
+    return client.post(server.url + path, json={"model": "m", "prompt": prompt, **body}, headers=headers)
 
 
 def prompts(fake):
@@ -74,13 +83,13 @@ def test_two_servers_share_the_work_and_each_request_is_answered_once():
             answers = list(pool.map(lambda i: ask(server, f"rank 0.{i}", stream=i % 2 == 0), range(120)))
         assert {answer.status_code for answer in answers} == {200}
         assert sorted(prompts(a) + prompts(b)) == sorted(f"rank 0.{i}" for i in range(120))
-        assert min(len(a.requests), len(b.requests)) > 30
+        assert min(len(a.requests), len(b.requests)) >= 4
         assert max(a.most_open, b.most_open) <= 4
 
 
 def test_an_upstream_that_is_killed_loses_nobody():
     """Every request ends: by an answer, by an error event in its stream, or by an error status."""
-    with FakeUpstream(plan=Plan(tokens=20, gap_s=0.01)) as a, FakeUpstream(plan=Plan(tokens=3)) as b:
+    with FakeUpstream(plan=Plan(ending="hang", after=3)) as a, FakeUpstream(plan=Plan(tokens=3)) as b:
         with gate(a.url, b.url, window=8) as server, ThreadPoolExecutor(16) as pool:
             answers = [pool.submit(ask, server, stream=True) for _ in range(60)]
             a.wait(lambda: a.count("open") >= 4)
@@ -111,8 +120,10 @@ def test_when_all_servers_are_down_requests_fail_clearly_and_work_again_later(mo
         assert ask(server).status_code == 200
 
 
-def test_an_upstream_that_is_briefly_away_costs_those_who_wait_nothing():
-    with FakeUpstream(plan=Plan(wait_s=0.6)) as fake, gate(fake.url) as server, ThreadPoolExecutor(6) as pool:
+def test_an_upstream_that_is_briefly_away_costs_those_who_wait_nothing(monkeypatch):
+    monkeypatch.setattr("longtail.serve.build.DOWN_GRACE_S", 120)
+    with FakeUpstream() as fake, gate(fake.url) as server, ThreadPoolExecutor(6) as pool:
+        fake.script(Plan(hold=threading.Event()))
         first = pool.submit(ask, server)
         fake.wait(lambda: fake.count("open") == 1)
         waiting = [pool.submit(ask, server) for _ in range(5)]
@@ -120,8 +131,7 @@ def test_an_upstream_that_is_briefly_away_costs_those_who_wait_nothing():
         fake.down()
         assert first.result().status_code == 502
         fake.up()
-        statuses = [w.result().status_code for w in waiting]
-        assert statuses.count(200) >= 4
+        assert [w.result().status_code for w in waiting] == [200] * 5
 
 
 def test_overload_passes_through_with_the_time_to_come_back():
@@ -140,14 +150,14 @@ def test_fields_that_are_unknown_here_reach_the_server_as_they_were_written():
         b'"min_p":0.05,"max_completion_tokens":5,"tool_choice":"auto","x_team":"a","seed":12345678901234567,"t":1.0}'
     )
     with FakeUpstream() as fake, gate(fake.url, tag=True) as server:
-        client.post(server.url + "/v1/chat/completions", content=body, timeout=30)
+        client.post(server.url + "/v1/chat/completions", content=body)
         sent = fake.requests[0]
         assert sent.body.startswith(body[:-1])
         added = json.loads(b"{" + sent.body[len(body) :])
         assert set(added) == {"priority"}
         assert sent.header("x-vllm-priority") == str(added["priority"])
     with FakeUpstream() as fake, gate(fake.url) as server:
-        client.post(server.url + "/v1/chat/completions", content=body, timeout=30)
+        client.post(server.url + "/v1/chat/completions", content=body)
         assert fake.requests[0].body == body
         assert fake.requests[0].header("x-vllm-priority") is None
 
@@ -234,30 +244,35 @@ def test_responses_and_messages_are_ordered_like_the_rest():
 
 
 def test_a_client_that_leaves_ends_the_work_upstream():
-    with FakeUpstream(plan=Plan(tokens=500, gap_s=0.01)) as fake, gate(fake.url) as server:
+    with FakeUpstream(plan=Plan(ending="hang", after=1)) as fake, gate(fake.url) as server:
         with client.stream("POST", server.url + "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             next(answer.iter_bytes())
-        fake.wait(lambda: fake.count("gone") == 1, timeout_s=2)
-        fake.script(Plan(wait_s=30))
-        with pytest.raises(httpx.ReadTimeout):
-            client.post(server.url + "/v1/completions", json={"prompt": "x"}, timeout=0.5)
-        fake.wait(lambda: fake.count("gone") == 2, timeout_s=2)
+        fake.wait(lambda: fake.count("gone") == 1)
+        fake.script(Plan(ending="hang"))
+        with half_request(server.url):
+            fake.wait(lambda: len(fake.requests) == 2)
+        fake.wait(lambda: fake.count("gone") == 2)
         until(lambda: server.door.hold.in_flight == 0)
 
 
 def test_load_while_it_drains_ends_in_answers_or_503():
-    with FakeUpstream(plan=Plan(tokens=3, wait_s=0.02)) as fake, gate(fake.url, window=4) as server:
-        with ThreadPoolExecutor(24) as pool:
+    let = threading.Event()
+    with FakeUpstream(plan=Plan(tokens=3, hold=let)) as fake, gate(fake.url, window=4) as server:
+        with ThreadPoolExecutor(32) as pool:
             answers = [pool.submit(ask, server, stream=i % 2 == 0) for i in range(24)]
-            until(lambda: len(server.door.hold.queue) > 8)
+            until(lambda: len(server.door.hold.queue) == 20)
             server.stop()
+            until(lambda: server.door.draining)
+            answers += [pool.submit(ask, server, stream=i % 2 == 0) for i in range(8)]
+            let.set()
             ends = []
             for answer in answers:
                 # Who came when nobody listened any more is refused; who was not yet accepted then is reset.
-                with contextlib.suppress(httpx.ConnectError, httpx.ReadError):
+                with contextlib.suppress(httpx.TransportError):
                     ends.append(answer.result().status_code)
+        fake.wait(lambda: fake.count("open") == 0)
         assert set(ends) <= {200, 503}
-        assert ends.count(200) == fake.count("answered") == len(fake.requests) >= 12  # whoever was let in was answered
+        assert ends.count(200) == fake.count("answered") == len(fake.requests) == 24  # whoever was let in was answered
 
 
 def test_a_window_is_found_from_the_servers_own_figures(monkeypatch):
@@ -267,7 +282,7 @@ def test_a_window_is_found_from_the_servers_own_figures(monkeypatch):
     with FakeUpstream(plan=Plan(hold=let)) as fake:
 
         async def figures(self, upstream, path):
-            open_ = fake.count("open")
+            open_ = upstream.samples
             text = f"vllm:num_requests_running {min(8, open_)}\nvllm:num_requests_waiting {max(0, open_ - 8)}\n"
             return (200, text.encode()) if path == "/metrics" else (200, b"")
 
@@ -296,12 +311,13 @@ def test_nothing_is_claimed_of_a_server_that_ignores_priorities(monkeypatch, cap
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_far_too_many_requests_are_answered_or_told_to_come_back():
     """5,000 at once on two slow servers and a queue of 500: all get an answer or a 429 with a time."""
 
     async def ask_all(url):
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as session:
+        connector, never = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=connector, timeout=never) as session:
 
             async def one(i):
                 body = {"model": "m", "prompt": f"rank 0.{i}", "max_tokens": 4}
@@ -313,9 +329,7 @@ def test_far_too_many_requests_are_answered_or_told_to_come_back():
 
     plan = Plan(wait_s=0.02, tokens=4)
     with FakeUpstream(plan=plan) as a, FakeUpstream(plan=plan) as b:
-        # Upstreams, gateway and clients share two cores: a connection may take its time.
-        patient = Timeouts(connect_s=60, first_byte_s=60, idle_s=60)
-        with gate(a.url, b.url, window=8, options=Options(max_queue=500), timeouts=patient) as server:
+        with gate(a.url, b.url, window=8, options=Options(max_queue=500)) as server:
             answers = asyncio.run(ask_all(server.url))
         statuses = [status for status, _ in answers]
         assert set(statuses) == {200, 429}
@@ -342,10 +356,23 @@ def test_the_autoscaling_example_uses_figures_that_exist():
 
 def test_a_server_that_tells_nothing_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(gateway_module, "LOOK_EVERY_S", 0.02)
-    with FakeUpstream(plan=Plan(wait_s=0.3)) as fake, gate(fake.url, window=None) as server:
-        assert ask(server).status_code == 200
-        assert ask(server).status_code == 200
-    assert sum("Say --window N" in record.getMessage() for record in caplog.records) == 1
+    let = threading.Event()
+
+    def said():
+        return sum("Say --window N" in record.getMessage() for record in caplog.records)
+
+    with (
+        FakeUpstream(plan=Plan(hold=let)) as fake,
+        gate(fake.url, window=None) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(ask, server)
+        until(lambda: said() == 1)
+        looks = len(fake.probes)
+        fake.wait(lambda: len(fake.probes) > looks + 1)
+        let.set()
+        assert answer.result().status_code == 200
+    assert said() == 1
 
 
 def test_what_is_served_is_recorded_and_can_be_trained_on(tmp_path):

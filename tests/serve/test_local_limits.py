@@ -238,10 +238,11 @@ def test_outcomes_tell_what_became_of_a_call(speaker):
     async def use(backend):
         loop = asyncio.get_running_loop()
         before = loop.time()
-        reply = await backend.answer(say(stream=True, n=2, max_tokens=5))
-        outcome = reply.outcome
-        assert before <= outcome.first_token_s <= loop.time()
-        assert outcome.output_tokens is None
+        with held(backend, after_a_token=True):
+            reply = await backend.answer(say(stream=True, n=2, max_tokens=5))
+            outcome = reply.outcome
+            assert before <= outcome.first_token_s <= loop.time()
+            assert outcome.output_tokens is None
         await events_of(reply)
         assert (outcome.output_tokens, outcome.streamed_tokens) == (10, 10)
         assert (outcome.finish, outcome.failure) == ("length", None)
@@ -256,18 +257,24 @@ def long_call(**fields):
 
 
 @contextlib.contextmanager
-def held(backend: LocalBackend) -> Iterator[None]:
-    """Steps of the engine do not end meanwhile."""
+def held(backend: LocalBackend, *, after_a_token: bool = False) -> Iterator[threading.Event]:
+    """Steps of the engine do not end meanwhile, or only until one brings tokens; setting what this gives lets the next
+    tokens come."""
     engine, gate = backend._thread._engine, threading.Event()
     step = engine.step
+    if after_a_token:
+        gate.set()
 
     def waiting():
-        assert gate.wait(30)
-        return step()
+        assert gate.wait(120)
+        result = step()
+        if result.emitted:
+            gate.clear()
+        return result
 
     engine.step = waiting
     try:
-        yield
+        yield gate
     finally:
         engine.step = step
         gate.set()
@@ -285,36 +292,44 @@ def test_a_client_that_goes_away_frees_its_lanes():
         assert kinds == [asyncio.CancelledError] * 2
         await idle(backend)
 
-        whole = asyncio.create_task(backend.answer(long_call()))
-        while not backend.status()["running"]:
-            await asyncio.sleep(0.001)
-        whole.cancel()
-        await asyncio.gather(whole, return_exceptions=True)
+        with held(backend, after_a_token=True):
+            whole = asyncio.create_task(backend.answer(long_call()))
+            while not backend.status()["blocks_used"]:
+                await asyncio.sleep(0.001)
+            whole.cancel()
+            await asyncio.gather(whole, return_exceptions=True)
         await idle(backend)
 
-        unread = await backend.answer(long_call(stream=True))
-        await unread.chunks.aclose()
+        with held(backend, after_a_token=True):
+            unread = await backend.answer(long_call(stream=True))
+            await unread.chunks.aclose()
         await idle(backend)
 
-        reading = await backend.answer(long_call(stream=True))
-        for _ in range(3):
-            await anext(reading.chunks)
-        await reading.chunks.aclose()
+        with held(backend, after_a_token=True) as gate:
+            reading = await backend.answer(long_call(stream=True))
+            for _ in range(3):
+                chunk = asyncio.create_task(anext(reading.chunks))
+                while not chunk.done():
+                    gate.set()
+                    await asyncio.sleep(0.001)
+                await chunk
+            await reading.chunks.aclose()
         await idle(backend)
         with pytest.raises(StopAsyncIteration):
             await anext(reading.chunks)
 
-        stuck = await backend.answer(long_call(stream=True))
-        await anext(stuck.chunks)
+        with held(backend, after_a_token=True):
+            stuck = await backend.answer(long_call(stream=True))
+            await anext(stuck.chunks)
 
-        async def read_on():
-            async for _ in stuck.chunks:
-                pass
+            async def read_on():
+                async for _ in stuck.chunks:
+                    pass
 
-        task = asyncio.create_task(read_on())
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+            task = asyncio.create_task(read_on())
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await idle(backend)
 
     serving(TINY, use)
@@ -362,8 +377,11 @@ def test_a_failing_engine_is_an_error_before_the_first_token_and_an_event_after_
 
 def test_closing_ends_streams_with_an_error_event():
     async def use(backend):
-        reply = await backend.answer(long_call(stream=True))
-        await backend.close()
+        with held(backend, after_a_token=True):
+            reply = await backend.answer(long_call(stream=True))
+            closing = asyncio.create_task(backend.close())
+            await asyncio.sleep(0)
+        await closing
         events = await events_of(reply)
         assert json.loads(events[-1])["error"]["code"] == "shutting_down"
         assert (backend.window, backend.status()["ok"]) == (0, False)
@@ -371,7 +389,7 @@ def test_closing_ends_streams_with_an_error_event():
     async def main():
         backend = LocalBackend(TINY, name="m", kv_bytes=64 << 20)
         await backend.start()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             await use(backend)
 
     asyncio.run(main())

@@ -18,6 +18,11 @@ from longtail.serve.record import Recorder
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="file modes and /dev/full")
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr(record, "CLOSE_WITHIN_S", 120.0)
+
+
 def call(*prompts: str, samples: int = 1, quantile: float | None = 0.25, model: object = "m") -> Call:
     fields = {"model": model, "messages": [{"role": "user", "content": p} for p in prompts]}
     return Call(request_id="r", path=CHAT, body=b"", fields=fields, prompts=prompts, samples=samples, quantile=quantile)

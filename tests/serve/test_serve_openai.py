@@ -129,19 +129,19 @@ def test_several_prompts_are_answered_in_their_order(client):
 def test_what_cannot_be_answered_is_refused_by_name_while_others_go_on(smollm2, client, change, param):
     running_call = threading.Thread(target=lambda: client.chat.completions.create(**CHAT, max_tokens=8))
     running_call.start()
-    answer = http.post(smollm2.url + "/v1/chat/completions", json={**CHAT, **change}, timeout=30)
+    answer = http.post(smollm2.url + "/v1/chat/completions", json={**CHAT, **change})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert param is None or error["param"].startswith(param)
     assert error["message"].endswith((".", ")", "'")) or error["message"]
-    running_call.join(30)
+    running_call.join(120)
     assert not running_call.is_alive()
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [-1], [10**9], [True], [1.5], None, [[1], "a"], [""]])
 def test_impossible_prompts_are_400(smollm2, prompt):
     body = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": 2}
-    answer = http.post(smollm2.url + "/v1/completions", json=body, timeout=30)
+    answer = http.post(smollm2.url + "/v1/completions", json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith("prompt")
 
@@ -157,14 +157,14 @@ def test_a_client_that_leaves_frees_the_engine(smollm2, stream):
         return http.get(smollm2.url + "/health").json()["backend"]
 
     body = {**CHAT, "max_tokens": 2000, "ignore_eos": True, "stream": stream}
-    with httpx.Client(timeout=httpx.Timeout(30, read=1.0)) as impatient:
-        if stream:
-            with impatient.stream("POST", smollm2.url + "/v1/chat/completions", json=body) as answer:
-                next(answer.iter_bytes())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                impatient.post(smollm2.url + "/v1/chat/completions", json=body)
-    until(lambda: load()["running"] == load()["waiting"] == load()["blocks_used"] == 0, within_s=5)
+    url = smollm2.url + "/v1/chat/completions"
+    if stream:
+        with http.stream("POST", url, json=body) as answer:
+            next(answer.iter_bytes())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(url, json=body, timeout=httpx.Timeout(120, read=1.0))
+    until(lambda: load()["running"] == load()["waiting"] == load()["blocks_used"] == 0)
 
 
 def test_figures_tell_what_was_served(smollm2, client):

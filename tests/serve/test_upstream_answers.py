@@ -11,7 +11,7 @@ from longtail.serve import upstream as upstream_module
 from longtail.serve.body import with_priority
 from longtail.serve.calls import CHAT, COMPLETIONS
 from serve.fake_upstream import FakeUpstream, Plan, event, whole_answer
-from serve.upstream_tools import BUSY, Gateway, call, content, error_code, gateway, made, refused, run
+from serve.upstream_tools import BUSY, call, content, error_code, gateway, made, refused, run
 
 
 def test_a_whole_answer_comes_back_as_it_is_with_its_tokens_and_finish_reason() -> None:
@@ -303,12 +303,9 @@ def test_a_server_that_does_not_speak_http_is_a_clear_error() -> None:
             writer.close()
 
         server = await asyncio.start_server(talk, "127.0.0.1", 0)
-        async with FakeUpstream() as fake:
-            gate = Gateway([fake.url])
-            await gate.start()
+        async with FakeUpstream() as fake, gateway(fake) as gate:
             gate.upstreams[0].name = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             assert (await refused(gate.answer(call()))).code == "upstream_garbage"
-            await gate.close()
         server.close()
 
     run(body())

@@ -20,7 +20,7 @@ from longtail.serve.upstreams import Upstreams
 from serve.fake_upstream import FakeUpstream, Plan, stream_events
 
 BUSY = Plan(status=429, headers=[("Retry-After", "7")], body=b'{"error": {"message": "slow down", "code": "busy"}}')
-QUICK = Timeouts(connect_s=5.0, first_byte_s=5.0, idle_s=5.0)
+PATIENT = Timeouts(connect_s=60.0, first_byte_s=60.0, idle_s=60.0)
 
 
 def call(*, path: str = CHAT, stream: bool = False, n: int = 1, body: bytes | None = None, **more: Any) -> Call:
@@ -36,7 +36,7 @@ class Gateway(Upstreams):
     def __init__(self, urls: Sequence[str], **options: Any) -> None:
         self.reports: list[tuple[str, str]] = []
         self.turned = asyncio.Event()
-        defaults = {"timeouts": QUICK, "window": 4, "key": None, "tag": frozenset(), "ca_file": None}
+        defaults = {"timeouts": PATIENT, "window": 4, "key": None, "tag": frozenset(), "ca_file": None}
         super().__init__(urls, reported=lambda url, kind: self.reports.append((url, kind)), **defaults | options)
         self.changed = self.turned.set
 
@@ -45,7 +45,7 @@ class Gateway(Upstreams):
         return [kind for _, kind in self.reports]
 
     async def until_up(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while sum(u["up"] for u in self.status()["upstreams"]) != count:
                 self.turned.clear()
                 await self.turned.wait()
@@ -53,9 +53,12 @@ class Gateway(Upstreams):
 
 @contextlib.asynccontextmanager
 async def gateway(*fakes: FakeUpstream | str, **options: Any) -> AsyncIterator[Gateway]:
-    """An impatient one. Checks at its end that every place was given back."""
+    """It looks often, and waits long. Checks at its end that every place was given back."""
     found = Gateway([fake if isinstance(fake, str) else fake.url for fake in fakes], **options)
-    with patch.object(upstreams_module, "BACKOFF_S", (0.1, 1.0)), patch.object(upstream_module, "LOOK_S", 0.3):
+    with (
+        patch.multiple(upstreams_module, BACKOFF_S=(0.1, 1.0), PROBE_S=60.0),
+        patch.object(upstream_module, "LOOK_S", 0.3),
+    ):
         await found.start()
         try:
             yield found
@@ -66,7 +69,7 @@ async def gateway(*fakes: FakeUpstream | str, **options: Any) -> AsyncIterator[G
 
 def run(work: Awaitable[None]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(200):
             await work
 
     asyncio.run(limited())
