@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,11 +18,13 @@ from longtail.cluster.worker import Worker
 class _WorkerInStep(Worker):
     """Rests after each turn, unless there is a command for it."""
 
-    cluster: InlineCluster
+    def __init__(self, cluster: InlineCluster, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._cluster = cluster
 
     def _turn(self) -> None:
         super()._turn()
-        self.cluster.rest(self)
+        self._cluster.rest(self)
 
     @property
     def follows(self) -> bool:
@@ -38,9 +42,9 @@ class _WorkerInStep(Worker):
 class InlineCluster:
     """See ``longtail.cluster.protocol.Cluster``. ``kill(worker)`` makes a worker vanish between two quanta.
 
-    If workers are ``in_step``, none is more than a turn ahead of another or of the controller, however long a thread
-    is held up: each rests after its turn until all do, and the controller has dealt with whatever they have told. What
-    follows in a tensor-parallel group is in step with its leader, and nobody waits for it here.
+    If workers are ``in_step``, none is more than a turn ahead of another or of the controller, however long a thread is
+    held up: each rests after its turn until all do, and the controller has dealt with whatever they have told. Whoever
+    follows in a tensor-parallel group waits for its leader, and nobody for it.
     """
 
     in_step = False
@@ -135,10 +139,8 @@ class InlineCluster:
         self._lost.put(Lost(worker=worker, reason="killed by the test"))
 
     def restart(self, worker: int) -> None:
-        kind = _WorkerInStep if self.in_step else Worker
+        kind = partial(_WorkerInStep, self) if self.in_step else Worker
         fresh = kind(worker, self.workers, device=torch.device("cpu"), connect=self._connect_as(worker))
-        if isinstance(fresh, _WorkerInStep):
-            fresh.cluster = self
         self._slots[worker] = fresh
         thread = threading.Thread(target=fresh.run, daemon=True)
         thread.start()
