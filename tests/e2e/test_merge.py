@@ -21,6 +21,8 @@ from longtail.engine.switch_plan import Refusal
 from moving import Then, move_about
 from simulated_run import COSTS, WIDE, pipeline, simulate
 
+pytestmark = pytest.mark.usefixtures("in_step")
+
 THERE_AND_BACK = (Then(4, (0, 1)), Then(12, (1,)), Then(40, (0, 1)))
 
 
@@ -59,13 +61,6 @@ def ends(outcome: Outcome) -> list[MoveEnded]:
     return [e for e in outcome.record.events if isinstance(e, MoveEnded)]
 
 
-@pytest.fixture(autouse=True)
-def _workers_tell_at_once(monkeypatch):
-    """How far they are, after every quantum: the tiny model would have ended its tail before the next report."""
-    monkeypatch.setattr("longtail.cluster.worker.ALIVE_EVERY_S", 0.0)
-    monkeypatch.setattr("longtail.runtime.widen.THINKING_SHARE", 0.0)
-
-
 @pytest.fixture(scope="module")
 def still(tmp_path_factory):
     """By dtype and workers, a run on all workers from beginning to end."""
@@ -80,9 +75,10 @@ def still(tmp_path_factory):
 
 
 def test_a_rollout_on_one_of_two_workers_learns_the_same(tmp_path, still, monkeypatch):
+    expected = still()
     move_about(monkeypatch, (1,))
     placed = run(tmp_path)
-    assert_same_learning(still(), placed)
+    assert_same_learning(expected, placed)
     assert {s.worker for s in placed.record.sequences("a")} == {1}
     assert moves(placed) == [("place", (1,))]
     trained = {e.worker for e in placed.record.events if isinstance(e, Span) and e.substage == "train"}
@@ -92,9 +88,10 @@ def test_a_rollout_on_one_of_two_workers_learns_the_same(tmp_path, still, monkey
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("communicator", ["shm", "gloo"])
 def test_spreading_and_merging_in_mid_rollout_learns_the_same(tmp_path, still, monkeypatch, communicator, dtype):
+    expected = still(2, dtype)
     move_about(monkeypatch, (0,), THERE_AND_BACK)
     moved = run(tmp_path, communicator=communicator, changes={"dtype": dtype})
-    assert_same_learning(still(2, dtype), moved)
+    assert_same_learning(expected, moved)
     assert moves(moved) == [("place", (0,)), ("spread", (0, 1)), ("merge", (1,)), ("spread", (0, 1))]
     assert all(e.refused is None and e.rest_s > 0 and e.gain_s is None for e in ends(moved))
     assert any(e.moved_bytes > 0 for e in ends(moved))
@@ -105,34 +102,39 @@ def test_spreading_and_merging_in_mid_rollout_learns_the_same(tmp_path, still, m
 
 @pytest.mark.parametrize("how", ["move", "recompute"])
 def test_whichever_way_lanes_go_the_same_is_learned(tmp_path, still, monkeypatch, how):
+    expected = still()
     monkeypatch.setattr("longtail.runtime.widen.Switch", lambda **values: Switch(**values, how=how))
     move_about(monkeypatch, None, [Then(9, (0,)), Then(30, (0, 1))])
     moved = run(tmp_path)
-    assert_same_learning(still(), moved)
+    assert_same_learning(expected, moved)
     assert any(e.moved_bytes > 0 for e in ends(moved)) is (how == "move")
     assert any(e.recomputed_tokens > 0 for e in ends(moved)) is (how == "recompute")
 
 
 def test_three_workers_become_one_and_two(tmp_path, still, monkeypatch):
+    expected = still(3)
     move_about(monkeypatch, None, [Then(6, (2,)), Then(20, (0, 1)), Then(40, (0, 1, 2))])
     moved = run(tmp_path, workers=3)
-    assert_same_learning(still(3), moved)
+    assert_same_learning(expected, moved)
     assert moves(moved) == [("merge", (2,)), ("spread", (0, 1)), ("spread", (0, 1, 2))]
 
 
 def test_a_worker_that_has_too_few_lanes_for_all_samples_takes_them_one_after_the_other(tmp_path, still, monkeypatch):
+    expected = still()
     move_about(monkeypatch, None, [Then(12, (0,))])
     tight = run(tmp_path, kv_blocks=50)
-    assert_same_learning(still(), tight)
+    assert_same_learning(expected, tight)
+    assert moves(tight) == [("merge", (0,))]
     assert all(e.refused is None for e in ends(tight))
     assert sum(s.preemptions for s in tight.record.sequences("a")) > 0
 
 
 def test_a_merge_that_is_refused_leaves_the_samples_where_they_are(tmp_path, still, monkeypatch):
+    expected = still()
     monkeypatch.setattr("longtail.cluster.tenant.plan_switch", lambda *args, **options: Refusal("there is no room"))
     move_about(monkeypatch, None, [Then(6, (0,))])
     outcome = run(tmp_path)
-    assert_same_learning(still(), outcome)
+    assert_same_learning(expected, outcome)
     assert {e.refused for e in ends(outcome)} == {"there is no room"}
     assert {s.worker for s in outcome.record.sequences("a")} == {0, 1}
     warnings = [e for e in outcome.record.events if isinstance(e, Note) and e.level == "warning"]
@@ -143,7 +145,7 @@ def test_a_merge_that_is_refused_leaves_the_samples_where_they_are(tmp_path, sti
 @pytest.mark.parametrize("moment", ["before", "within"])
 def test_a_worker_killed_around_a_move_changes_nothing_that_is_learned(tmp_path, still, monkeypatch, on, move, moment):
     """Before: it is gone when the others come to meet it. Within: they have planned together, and lanes are to move."""
-    killed, seen, victim = [], {}, 1 if moment == "before" else 0
+    expected, killed, seen, victim = still(), [], {}, 1 if moment == "before" else 0
 
     def kill(cluster) -> None:
         killed.append(victim)
@@ -167,19 +169,19 @@ def test_a_worker_killed_around_a_move_changes_nothing_that_is_learned(tmp_path,
     outcome = run(tmp_path, on_event=on_event)
     assert killed
     assert any(isinstance(e, WorkerLost) for e in outcome.record.events)
-    steps, expected = outcome.record.steps("a"), still().record.steps("a")
-    assert {step: m["loss"] for step, m in steps.items()} == {step: m["loss"] for step, m in expected.items()}
-    for name, tensor in still().weights("a").items():
+    steps, usual = outcome.record.steps("a"), expected.record.steps("a")
+    assert {step: m["loss"] for step, m in steps.items()} == {step: m["loss"] for step, m in usual.items()}
+    for name, tensor in expected.weights("a").items():
         assert torch.equal(tensor, outcome.weights("a")[name]), name
 
 
 def test_moving_beside_another_pipeline_changes_neither(tmp_path, still, monkeypatch):
     other = small_pipeline(rollout__prompts=4, rollout__max_tokens=60, steps=3)
-    alone = run_inline({"b": other}, tmp_path / "alone", workers=2)
+    expected, alone = still(), run_inline({"b": other}, tmp_path / "alone", workers=2)
     move_about(monkeypatch, (0,), THERE_AND_BACK)
     both = run_inline({"a": job(tmp_path), "b": other}, tmp_path, workers=2, base=tmp_path)
     assert ("spread", (0, 1)) in moves(both)
-    for name, tensor in still().weights("a").items():
+    for name, tensor in expected.weights("a").items():
         assert torch.equal(tensor, both.weights("a")[name]), name
     for name, tensor in alone.weights("b").items():
         assert torch.equal(tensor, both.weights("b")[name]), name

@@ -90,13 +90,10 @@ def pairs(folder: Path, *, tp: int | str = 1) -> dict[str, dict[str, Pipeline]]:
 
 
 @pytest.fixture(autouse=True)
-def _looked_at_all_the_time(monkeypatch):
-    """Workers tell after every quantum how far they are, and it is decided anew all the time: the tiny model would have
-    ended its tail before the next look."""
-    monkeypatch.setattr("longtail.cluster.worker.ALIVE_EVERY_S", 0.0)
-    monkeypatch.setattr("longtail.runtime.widen.THINKING_SHARE", 0.0)
-    monkeypatch.setattr("longtail.runtime.conductor.THINKING_SHARE", 1.0)
-    monkeypatch.setattr("longtail.runtime.conductor.LOOK_EVERY_S", 0.01)
+def _looked_at_all_the_time(monkeypatch, in_step):
+    """It is decided anew whenever anything is heard of the workers."""
+    monkeypatch.setattr("longtail.runtime.conductor.THINKING_SHARE", 0.0)
+    monkeypatch.setattr("longtail.runtime.conductor.LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture(scope="module")

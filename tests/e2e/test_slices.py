@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -14,20 +15,24 @@ import pytest
 from e2e.harness import run_inline, small_pipeline
 from e2e.test_invariants import assert_same_training
 from longtail.cluster import training
-from longtail.cluster.tenant import Tenant
+from longtail.cluster.fair import FairShare
+from longtail.cluster.messages import DropWork
+from longtail.cluster.tenant import Quantum, Tenant
 from longtail.core.events import Span
+from longtail.core.types import SubStage
 from longtail.rl.trainer import Trainer
 
 A, B = small_pipeline(), small_pipeline(task="collatz", seed=5, rollout__max_tokens=60)
 
 
 class Watch:
-    """Every layer ends a slice. ``when_paused`` is called once, in the worker's thread, when a micro-batch of step 1 of
-    pipeline ``a`` has been left; ``cancelled`` are the pipelines of which one was given up half-way; ``log`` has
-    (worker, number, whether it ended) of each slice, and (worker, None, True) of each quantum of sampling."""
+    """Every layer ends a slice. ``when_paused`` is called once, in a worker's thread and with that worker, when a
+    micro-batch of step 1 of pipeline ``a`` has been left there; ``cancelled`` are the pipelines of which one was given
+    up half-way; ``log`` has (worker, number, whether it ended) of each slice, and (worker, None, True) of each quantum
+    of sampling."""
 
     def __init__(self, monkeypatch) -> None:
-        self.when_paused: Callable[[], None] = lambda: None
+        self.when_paused: Callable[[int], None] = lambda worker: None
         self.fired = False
         self.cancelled: list[str] = []
         self.log: list[tuple[int, int | None, bool]] = []
@@ -42,7 +47,7 @@ class Watch:
             self.log.append((this.worker, number, this._training.share is None))
             if this._training.share is not None and (this.name, step) == ("a", 1) and not self.fired:
                 self.fired = True
-                self.when_paused()
+                self.when_paused(this.worker)
             return quantum
 
         def sampled(this, *args):
@@ -93,7 +98,23 @@ def test_slices_change_no_bit_of_what_is_learned_beside_others(tmp_path, monkeyp
     assert no_thread_is_left()
 
 
-def test_sampling_of_the_same_pipeline_has_its_turn_within_micro_batches(tmp_path, watch):
+def test_sampling_of_the_same_pipeline_has_its_turn_within_micro_batches(tmp_path, watch, monkeypatch):
+    """However late rewards come: no sample of the second step is drawn before the first slice of the first one."""
+    train, sample = Tenant._train, Tenant._sample
+
+    def sampled(this, *args):
+        if this.step == 1 and all(number is None for _, number, _ in watch.log):
+            time.sleep(0.001)
+            return Quantum(SubStage.DECODE, this.step, 0, 0, [])
+        return sample(this, *args)
+
+    def trained(this):
+        quantum = train(this)
+        this._shares = FairShare()  # as if sampling had not had the time in which it was held up
+        return quantum
+
+    monkeypatch.setattr(Tenant, "_sample", sampled)
+    monkeypatch.setattr(Tenant, "_train", trained)
     run_inline({"a": small_pipeline(max_staleness=1, steps=4)}, tmp_path, workers=2)
     between = 0
     for worker in (0, 1):
@@ -108,11 +129,9 @@ def test_sampling_of_the_same_pipeline_has_its_turn_within_micro_batches(tmp_pat
 def test_a_worker_lost_within_a_micro_batch_changes_nothing(tmp_path, watch):
     calm = run_inline({"a": A}, tmp_path / "calm", workers=2)
     watch.fired = False
-    here = []
 
     def remember(event, cluster, controller):
-        here[:] = [cluster]
-        watch.when_paused = lambda: here[0].kill(1)
+        watch.when_paused = cluster.kill
 
     lost = run_inline({"a": A}, tmp_path / "lost", workers=2, on_event=remember)
     assert watch.cancelled
@@ -122,7 +141,15 @@ def test_a_worker_lost_within_a_micro_batch_changes_nothing(tmp_path, watch):
 
 def test_a_pipeline_that_is_stopped_within_a_micro_batch_leaves_nothing_behind(tmp_path, watch):
     def remember(event, cluster, controller):
-        watch.when_paused = lambda: controller.stop("a")
+        def stop(worker):
+            controller.stop("a")
+            until = time.monotonic() + 60
+            while time.monotonic() < until and not any(
+                to == worker and isinstance(c, DropWork) and c.pipeline == "a" for to, c in cluster.sent
+            ):
+                time.sleep(0.001)
+
+        watch.when_paused = stop
 
     alone = run_inline({"b": B}, tmp_path / "alone", workers=2)
     outcome = run_inline({"a": A, "b": B}, tmp_path / "both", workers=2, on_event=remember)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import pytest
 import torch
@@ -14,26 +14,40 @@ from longtail.rl.trainer import Trainer
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_who_computes_which_micro_batch_changes_no_bit(tmp_path, monkeypatch, dtype):
-    """Two at a time; one at a time; and with a worker that is slower than the others."""
-    job = small_pipeline(dtype=dtype, steps=2, rollout__prompts=6, train__micro_tokens=60)
+    """Two at a time; one at a time; and with a worker that in each step has not done its first one before the others
+    have done all the rest."""
+    steps = 2
+    job = small_pipeline(dtype=dtype, steps=steps, rollout__prompts=6, train__micro_tokens=60)
     compute = Trainer.micro_batch
-
-    def slow_on_the_first(self, *args, **named):
-        if self.rank == 0:
-            time.sleep(0.05)
-        return compute(self, *args, **named)
 
     def dealt_by(name):
         run = run_inline({"a": job}, tmp_path / name, workers=3)
         given = [(worker, c) for worker, c in run.cluster.sent if isinstance(c, TrainBatches)]
-        return run, [worker for worker, c in given for _ in c.batches]
+        return run, [(worker, c.step) for worker, c in given for _ in c.batches]
 
-    usual, _ = dealt_by("usual")
+    usual, given = dealt_by("usual")
+    for_others = [sum(of == step for _, of in given) - 1 for step in range(steps)]
+    begun_by_first, done_by_others, done = [], [], threading.Condition()
+
+    def last_on_the_first(self, *args, **named):
+        if self.rank == 0:
+            begun_by_first.append(self)
+            awaited = sum(for_others[: len(begun_by_first)])
+            with done:
+                done.wait_for(lambda: len(done_by_others) == awaited, 60)
+            return compute(self, *args, **named)
+        stats = compute(self, *args, **named)
+        with done:
+            done_by_others.append(self)
+            done.notify_all()
+        return stats
+
     monkeypatch.setattr("longtail.runtime.train_phase.AHEAD", 1)
     single, _ = dealt_by("single")
-    monkeypatch.setattr(Trainer, "micro_batch", slow_on_the_first)
+    monkeypatch.setattr(Trainer, "micro_batch", last_on_the_first)
     uneven, given = dealt_by("uneven")
-    assert given.count(0) < len(given) / 3, "the slow one takes less than its part"
+    assert min(for_others) > 2
+    assert [step for worker, step in given if worker == 0] == list(range(steps)), "the slow one takes one of each step"
     for other in (single, uneven):
         assert {k: m["loss"] for k, m in usual.record.steps("a").items()} == {
             k: m["loss"] for k, m in other.record.steps("a").items()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import random
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from e2e.harness import Outcome, run_inline, small_pipeline
-from longtail.cluster.tenant import Tenant
 from longtail.core.errors import PeerLost
 from longtail.core.events import MoveEnded, MoveMade, Span, WorkerLost
 from longtail.engine.handoff import carry_out
+
+pytestmark = pytest.mark.usefixtures("in_step")
 
 STEPS = 2
 
@@ -56,13 +55,6 @@ def assert_same_learning(one: Outcome, other: Outcome) -> None:
         assert len(ends) == len(set(ends)) == STEPS * 16
 
 
-@pytest.fixture(autouse=True)
-def _workers_tell_at_once(monkeypatch):
-    """How far they are, after every quantum: the tiny model would have ended its tail before the next report."""
-    monkeypatch.setattr("longtail.cluster.worker.ALIVE_EVERY_S", 0.0)
-    monkeypatch.setattr("longtail.runtime.widen.THINKING_SHARE", 0.0)
-
-
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
     """By dtype and workers, a run that never leaves data parallelism."""
@@ -98,26 +90,17 @@ def test_more_workers_make_wider_or_more_groups_and_learn_the_same(tmp_path, nar
 
 
 @pytest.mark.parametrize("threshold", [2, 6, 16])
-def test_merging_in_mid_rollout_learns_the_same(tmp_path, narrow, monkeypatch, threshold):
-    """Workers pause before each step, so that the controller, which hears of each, keeps up with them."""
-    sample = Tenant._sample
-
-    def slowly(tenant, steps, within_s=math.inf):
-        time.sleep(0.005)
-        return sample(tenant, steps if within_s == math.inf else 1)
-
-    monkeypatch.setattr(Tenant, "_sample", slowly)
+def test_merging_in_mid_rollout_learns_the_same(tmp_path, narrow, threshold):
     merged = run(tmp_path, tp=f"threshold:{threshold}", workers=2)
-    monkeypatch.setattr(Tenant, "_sample", sample)
     assert_same_learning(narrow(2), merged)
     made = [e for e in merged.record.events if isinstance(e, MoveMade) and e.move == "widen"]
     ended = [e for e in merged.record.events if isinstance(e, MoveEnded)]
-    assert 1 <= len(made) == len(ended) <= STEPS
-    assert [e.layout for e in made] == ["TP2"] * len(made)
+    assert len(ended) == STEPS
+    assert [(e.step, e.layout) for e in made] == [(step, "TP2") for step in range(STEPS)]
     assert all(e.refused is None and e.rest_s > 0 and e.gain_s is not None for e in ended)
     assert any(e.moved_bytes > 0 for e in ended)
     degrees = {e.tp for e in merged.record.events if isinstance(e, Span) and e.substage == "decode"}
-    assert degrees == {1, 2}
+    assert degrees == ({1, 2} if threshold < 16 else {2}), "16 are all that there are"
 
 
 @pytest.mark.parametrize(("tp", "step"), [(2, 0), (2, 1), ("threshold:16", 0), ("threshold:16", 1)])
@@ -147,8 +130,6 @@ def test_a_worker_killed_around_a_switch_changes_nothing_that_is_learned(
 
     monkeypatch.setattr("longtail.cluster.tenant.carry_out", interrupted)
     outcome = run(tmp_path, tp=tp, workers=2, on_event=on_event)
-    if tp != 2 and not killed:
-        pytest.skip("the rollout was over before it was to be switched")
     assert killed
     assert any(isinstance(e, WorkerLost) for e in outcome.record.events)
     steps, expected = outcome.record.steps("a"), narrow(2).record.steps("a")
