@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -238,7 +239,8 @@ def test_outcomes_tell_what_became_of_a_call(speaker):
     async def use(backend):
         loop = asyncio.get_running_loop()
         before = loop.time()
-        with held(backend, after_a_token=True):
+        with held(backend) as gate:
+            gate.set()
             reply = await backend.answer(say(stream=True, n=2, max_tokens=5))
             outcome = reply.outcome
             assert before <= outcome.first_token_s <= loop.time()
@@ -257,13 +259,10 @@ def long_call(**fields):
 
 
 @contextlib.contextmanager
-def held(backend: LocalBackend, *, after_a_token: bool = False) -> Iterator[threading.Event]:
-    """Steps of the engine do not end meanwhile, or only until one brings tokens; setting what this gives lets the next
-    tokens come."""
+def held(backend: LocalBackend) -> Iterator[threading.Event]:
+    """Steps of the engine do not end meanwhile; setting what this gives lets them, until one brings tokens."""
     engine, gate = backend._thread._engine, threading.Event()
     step = engine.step
-    if after_a_token:
-        gate.set()
 
     def waiting():
         assert gate.wait(120)
@@ -280,6 +279,15 @@ def held(backend: LocalBackend, *, after_a_token: bool = False) -> Iterator[thre
         gate.set()
 
 
+async def stepwise(gate: threading.Event, work: Awaitable[Any]) -> Any:
+    """What ``work`` gives, after hardly more steps than it needs: a token may be only a part of a character."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        gate.set()
+        await asyncio.sleep(0.001)
+    return await task
+
+
 def test_a_client_that_goes_away_frees_its_lanes():
     async def use(backend):
         with held(backend):
@@ -292,34 +300,31 @@ def test_a_client_that_goes_away_frees_its_lanes():
         assert kinds == [asyncio.CancelledError] * 2
         await idle(backend)
 
-        with held(backend, after_a_token=True):
+        with held(backend) as gate:
             whole = asyncio.create_task(backend.answer(long_call()))
-            while not backend.status()["blocks_used"]:
+            while not backend.status()["running"]:
+                gate.set()
                 await asyncio.sleep(0.001)
             whole.cancel()
             await asyncio.gather(whole, return_exceptions=True)
         await idle(backend)
 
-        with held(backend, after_a_token=True):
-            unread = await backend.answer(long_call(stream=True))
+        with held(backend) as gate:
+            unread = await stepwise(gate, backend.answer(long_call(stream=True)))
             await unread.chunks.aclose()
         await idle(backend)
 
-        with held(backend, after_a_token=True) as gate:
-            reading = await backend.answer(long_call(stream=True))
+        with held(backend) as gate:
+            reading = await stepwise(gate, backend.answer(long_call(stream=True)))
             for _ in range(3):
-                chunk = asyncio.create_task(anext(reading.chunks))
-                while not chunk.done():
-                    gate.set()
-                    await asyncio.sleep(0.001)
-                await chunk
+                await stepwise(gate, anext(reading.chunks))
             await reading.chunks.aclose()
         await idle(backend)
         with pytest.raises(StopAsyncIteration):
             await anext(reading.chunks)
 
-        with held(backend, after_a_token=True):
-            stuck = await backend.answer(long_call(stream=True))
+        with held(backend) as gate:
+            stuck = await stepwise(gate, backend.answer(long_call(stream=True)))
             await anext(stuck.chunks)
 
             async def read_on():
@@ -377,8 +382,8 @@ def test_a_failing_engine_is_an_error_before_the_first_token_and_an_event_after_
 
 def test_closing_ends_streams_with_an_error_event():
     async def use(backend):
-        with held(backend, after_a_token=True):
-            reply = await backend.answer(long_call(stream=True))
+        with held(backend) as gate:
+            reply = await stepwise(gate, backend.answer(long_call(stream=True)))
             closing = asyncio.create_task(backend.close())
             await asyncio.sleep(0)
         await closing
