@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 IDLE_S = 5.0
 GRACE_S = 0.1
-"""After which nothing has come indeed: a loop that was held up sees what is due before it sees what has come."""
+"""More before it is cut off: a loop that was held up may run its timers before it reads what has come meanwhile."""
 MOST_IDLE = 32
 
 _idle: WeakKeyDictionary[ServerState, dict[BoundedConnection, asyncio.TimerHandle]] = WeakKeyDictionary()
