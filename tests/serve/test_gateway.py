@@ -89,11 +89,13 @@ def test_two_servers_share_the_work_and_each_request_is_answered_once():
 
 def test_an_upstream_that_is_killed_loses_nobody():
     """Every request ends: by an answer, by an error event in its stream, or by an error status."""
-    with FakeUpstream(plan=Plan(ending="hang", after=3)) as a, FakeUpstream(plan=Plan(tokens=3)) as b:
+    let = threading.Event()
+    with FakeUpstream(plan=Plan(ending="hang", after=3)) as a, FakeUpstream(plan=Plan(tokens=3, hold=let)) as b:
         with gate(a.url, b.url, window=8) as server, ThreadPoolExecutor(16) as pool:
             answers = [pool.submit(ask, server, stream=True) for _ in range(60)]
-            a.wait(lambda: a.count("open") >= 4)
+            a.wait(lambda: a.count("open") == 8)
             a.down()
+            let.set()
             ends = [answer.result() for answer in answers]
         for end in ends:
             if end.status_code == 200:
@@ -101,7 +103,7 @@ def test_an_upstream_that_is_killed_loses_nobody():
             else:
                 assert end.status_code in (502, 503)
                 assert end.json()["error"]["code"].startswith(("upstream", "no_upstream"))
-        assert sum(end.text.endswith("data: [DONE]\n\n") for end in ends) >= 40
+        assert sum(end.text.endswith("data: [DONE]\n\n") for end in ends) >= 52
 
 
 def test_when_all_servers_are_down_requests_fail_clearly_and_work_again_later(monkeypatch):
