@@ -51,7 +51,7 @@ def within_model(
             like[name].append(even_s / alone_s[name])
     same: Slowdowns = {name: {} for name in classes}
     for (a, b), ratios in turns.items():
-        same[a][b] = consistent(ratios)
+        same[a][b] = _in_company(ratios)
     if together.size == 1:
         return same, {}
     near: Slowdowns = {name: {name: consistent(like[name])} for name in classes}
@@ -154,7 +154,12 @@ def _factors(first: Work, second: Work, shares: Sequence[float]) -> list[tuple[f
         for share, found in zip(shares, factors, strict=True):
             a_s, b_s = _means_s([first, second], [share, 1.0 - share], window_s)
             found.append((a_s / alone_s[0], b_s / alone_s[1]))
-    return [(consistent([a for a, _ in found]), consistent([b for _, b in found])) for found in factors]
+    return [(_in_company([a for a, _ in found]), _in_company([b for _, b in found])) for found in factors]
+
+
+def _in_company(ratios: Sequence[float]) -> float:
+    """Turns of others leave nothing behind that makes work faster."""
+    return max(1.0, consistent(ratios))
 
 
 def _means_s(works: Sequence[Work], shares: Sequence[float], window_s: float) -> list[float]:
