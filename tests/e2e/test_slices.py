@@ -40,12 +40,12 @@ class Watch:
         train, sample, close = Tenant._train, Tenant._sample, Tenant.close
 
         def trained(this):
-            step, number = this._training.next
+            step, number, *_ = this._training._waiting[0]
             if this.name == "a" and not self.held:
                 self.held = [weakref.ref(thing) for thing in (this, this.model, this.trainer.flat.grads)]
             quantum = train(this)
-            self.log.append((this.worker, number, this._training.share is None))
-            if this._training.share is not None and (this.name, step) == ("a", 1) and not self.fired:
+            self.log.append((this.worker, number, this._training._slices is None))
+            if this._training._slices is not None and (this.name, step) == ("a", 1) and not self.fired:
                 self.fired = True
                 self.when_paused(this.worker)
             return quantum
@@ -55,7 +55,8 @@ class Watch:
             return sample(this, *args)
 
         def closed(this):
-            if 0 < (this._training.share or 0) < 1:
+            slices = this._training._slices
+            if slices is not None and 0 < slices.share < 1:
                 self.cancelled.append(this.name)
             close(this)
 

@@ -24,6 +24,7 @@ WINDOW_QUANTA = 4
 """A window lasts for so many quanta of the slower class."""
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.05, 3.0
 TURNS = 3
+"""Within a model, quanta of each class after one of each other, in a round."""
 ROUNDS, ROUND_CYCLES, ROUNDS_S = 3, 2, 1.0
 """Everything is measured in so many rounds. Of quanta by share, each share has in a round about so many turns of the
 one that has fewest; fewer of both where quanta are long, so that all rounds of a share take about so many seconds, or

@@ -6,15 +6,16 @@ Both pipelines are open on all workers, and have nothing else to do. Weights, op
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from longtail.cluster import measure_interference as interference
 from longtail.cluster.connections import Connections
 from longtail.cluster.measure import Tell, silent, tenant_key
 from longtail.cluster.measure_classes import quick_classes
-from longtail.cluster.measure_together import Together, Work
+from longtail.cluster.measure_interference import Classes, Slowdowns
+from longtail.cluster.measure_together import Together
 from longtail.costs.interference import SHARES, Shared
 from longtail.costs.interference_file import Half, PairTable, to_plain
 
@@ -38,7 +39,7 @@ def measure_pair(
         tell("sizes of quanta", 0.0)
         mine, other = (quick_classes(tenant, together, QUANTUM_S, stack) for tenant in (first, second))
         same = _in_turns(together, mine, other, tell)
-        neighbour: tuple[FactorBy, FactorBy] = ({}, {})
+        neighbour: tuple[Slowdowns, Slowdowns] = ({}, {})
         if together.size > 1:
             neighbour = interference.beside_neighbours(
                 together, mine, other, tell=lambda what, share: tell(f"beside neighbours: {what}", 0.8 + 0.2 * share)
@@ -55,31 +56,21 @@ def measure_pair(
     return to_plain(PairTable(measured=datetime.now(UTC).isoformat(timespec="seconds"), halves=(one, two)))
 
 
-Classes = dict[str, Work]
 SharedBy = dict[str, dict[str, Shared]]
-FactorBy = dict[str, dict[str, float]]
 
 
 def _in_turns(together: Together, mine: Classes, other: Classes, tell: Tell) -> tuple[SharedBy, SharedBy]:
     """Of each side: ``[a][b]`` are the factors of a beside b of the other side, at each of ``SHARES``."""
     ours: SharedBy = {a: {} for a in mine}
     theirs: SharedBy = {b: {} for b in other}
-    say = _counted(tell, "in turns on one worker", len(mine) * len(other), 0.0, 0.8)
-    for a, work in mine.items():
-        for b, beside in other.items():
-            say(f"{a}, {b}")
-            by_share = interference.in_shares(together, work, beside, SHARES)
-            ours[a][b] = _shared([factor for factor, _ in by_share])
-            theirs[b][a] = _shared([factor for _, factor in reversed(by_share)])
+    for n, (a, b) in enumerate(product(mine, other)):
+        tell(f"in turns on one worker: {a}, {b}", 0.8 * n / (len(mine) * len(other)))
+        by_share = interference.in_shares(together, mine[a], other[b], SHARES)
+        ours[a][b] = _shared([factor for factor, _ in by_share])
+        theirs[b][a] = _shared([factor for _, factor in reversed(by_share)])
     return ours, theirs
 
 
 def _shared(factors: list[float]) -> Shared:
     low, middle, high = factors
     return low, middle, high
-
-
-def _counted(tell: Tell, what: str, count: int, start: float, end: float) -> Callable[[str], None]:
-    """Tells of each of ``count`` things, of which the first is at ``start`` and the last just before ``end``."""
-    done = iter(range(count))
-    return lambda name: tell(f"{what}: {name}", start + (end - start) * next(done) / count)

@@ -69,16 +69,6 @@ class Training:
         """Whether there is none, but the next one is on its way."""
         return self._more and not self._waiting and time.perf_counter() - self._last_end < EXPECTING_S
 
-    @property
-    def share(self) -> float | None:
-        """How much of the first one is done; None: it has not been begun."""
-        return None if self._slices is None else self._slices.share
-
-    @property
-    def next(self) -> tuple[int, int]:
-        """(step, number) of the first one."""
-        return self._waiting[0][:2]
-
     def run(self, *, company: bool) -> Slice:
         """:data:`~longtail.core.types.SLICE_S` of the first one, or the rest of it. ``company``: whether other work
         waits for the worker."""
